@@ -1,0 +1,1 @@
+"""Cells, roles, hooks, protocols and conformance suites of Gyre."""

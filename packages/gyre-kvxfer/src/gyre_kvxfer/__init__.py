@@ -1,0 +1,1 @@
+"""KV-cache layouts, transfer plans, transports and live migration."""

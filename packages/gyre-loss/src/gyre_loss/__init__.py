@@ -1,0 +1,1 @@
+"""Tree batches and losses that compute a shared prefix once."""

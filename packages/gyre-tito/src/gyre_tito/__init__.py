@@ -1,0 +1,1 @@
+"""Token-in-token-out recording proxy, trajectory tree and store."""

@@ -1,0 +1,1 @@
+"""Agent harnesses and sandboxes for Gyre."""

@@ -1,0 +1,1 @@
+"""The embedded engine and trainer of Gyre in plain torch."""

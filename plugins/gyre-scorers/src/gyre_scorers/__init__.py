@@ -1,0 +1,1 @@
+"""Scorers with partial credit for Gyre."""
