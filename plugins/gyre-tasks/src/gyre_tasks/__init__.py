@@ -1,0 +1,1 @@
+"""Task sets for Gyre: families of agent tasks with milestones."""
