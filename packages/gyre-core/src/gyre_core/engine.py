@@ -1,0 +1,175 @@
+"""The engine protocol: token ids in, sampled ids with behaviour logprobs and policy versions out.
+
+Invariants an engine keeps (checked by `gyre_core.testing.engines`):
+  * a sampled token's logprob is that of the distribution it was drawn from: log-softmax of logits /
+    temperature over the full vocabulary (before top-k/top-p unless `logprob_space` says otherwise);
+  * each token bears the version of the weights that produced it;
+  * KV computed under one policy version is never used under another unless asked for;
+  * aborting or pausing loses no token that was sampled before.
+Not here: text, chat templates, stop strings, tools. Those belong to the recording proxy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from gyre_core.arrays import Array
+from gyre_core.kv import KVHolder
+
+
+class FinishReason(StrEnum):
+    """Why a call ended at the engine."""
+
+    STOP = "stop"
+    """A stop token was sampled; it is the last of the token ids."""
+    LENGTH = "length"
+    """`max_tokens` or the context limit was reached."""
+    ABORT = "abort"
+    """Cut from outside (abort, freeze for a move, drain); the caller may go on elsewhere from these tokens."""
+
+
+class PauseMode(StrEnum):
+    """What happens to running calls when the engine pauses."""
+
+    KEEP = "keep"
+    """They stay, with their KV, and go on at `resume`."""
+    ABORT = "abort"
+    """They end with `FinishReason.ABORT` and what was sampled so far."""
+
+
+class EngineCapability(StrEnum):
+    """What an engine may offer beyond `generate`, `abort`, `load` and `update_weights`."""
+
+    PAUSE = "pause"
+    SLEEP = "sleep"
+    KV_MOVE = "kv_move"
+    ROUTED_EXPERTS = "routed_experts"
+    SEED = "seed"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. `temperature` 0 is greedy. `top_k` 0 and `top_p` 1.0 mean off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"sampling parameters: max_tokens is {self.max_tokens}, expected at least 1")
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise ValueError(
+                f"sampling parameters: temperature {self.temperature}, top_p {self.top_p}, top_k {self.top_k}; "
+                "expected temperature >= 0, 0 < top_p <= 1 and top_k >= 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One call. `prompt_ids` are all tokens of the context; the engine finds the cached prefix itself."""
+
+    request_id: str
+    session: str
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    routed_experts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateChunk:
+    """Tokens sampled since the last chunk; the three sequences have equal length.
+
+    The last chunk of a call has `finish` set and may be empty of tokens. `cached_tokens` is set on the first:
+    prompt tokens whose KV was found, not computed.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    cached_tokens: int | None = None
+    routed_experts: Array | None = None
+    """int32 [tokens, layers, top_k] of this chunk's forward passes, when asked for and offered."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What the scheduler needs to know. Counts of now, not averages, but for the two speeds."""
+
+    slots_total: int
+    slots_running: int
+    waiting: int
+    kv_tokens_total: int
+    kv_tokens_used: int
+    """KV held by running calls (cached prefixes that can be evicted do not count)."""
+    version: int
+    prefill_tokens_per_s: float | None = None
+    """Measured, None before the first measurement."""
+    decode_tokens_per_s: float | None = None
+    prefilled_tokens: int = 0
+    """Prompt tokens computed since start."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the cache since start."""
+    sampled_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where a policy version's weights lie, in Hugging Face names."""
+
+    version: int
+    location: str
+    """For kind "disk": a folder with safetensors and config.json."""
+    kind: str = "disk"
+
+
+class Engine(KVHolder, Protocol):
+    """An inference engine on one cell. All methods may be called from one event loop concurrently."""
+
+    @property
+    def capabilities(self) -> frozenset[EngineCapability]:
+        """What it offers; callers check before they ask."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights in use; -1 before the first load."""
+
+    async def start(self, source: WeightSource) -> None:
+        """Load the model and its first weights and become ready. Called once."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Run a call. Closing the iterator early aborts it. Raises InfrastructureError if the engine fails."""
+
+    async def abort(self, request_id: str) -> bool:
+        """End one call with `FinishReason.ABORT`; False when it is not running."""
+
+    async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
+        """Stop sampling; calls that arrive meanwhile wait."""
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+
+    async def load(self) -> EngineLoad:
+        """The present load; cheap."""
+
+    async def update_weights(self, source: WeightSource) -> None:
+        """Change to another version between two forward passes; running calls go on under it."""
+
+    async def flush_cache(self) -> None:
+        """Forget every cached prefix that no running call uses."""
+
+    async def sleep(self) -> None:
+        """Give the memory of weights and KV back; running calls end with ABORT."""
+
+    async def wake(self, source: WeightSource) -> None:
+        """Take memory and weights again and become ready."""
+
+    async def close(self) -> None:
+        """End for good."""

@@ -1,0 +1,95 @@
+"""What an engine shows of a session's KV so that somebody else can move it (DESIGN section 7).
+
+Invariant: block contents named by a `PinnedKV` belong to exactly its `token_ids` under its `version`; full
+blocks do not change while pinned. Moving bytes, verifying and owning are the mover's business, not the
+engine's; the shapes here equal those of gyre-kvxfer, which does not import core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gyre_core.arrays import Array
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """How an engine lays out paged KV.
+
+    `order` names the axes of one region inside a block, slowest first, out of: "kv" (K then V), "token",
+    "head", "dim"; a region of separate K or V has no "kv" axis. With `split_kv` there are two regions a layer (all K
+    regions come first, then all V), else one.
+    """
+
+    layers: int
+    kv_heads: int
+    """On this rank."""
+    head_size: int
+    block_tokens: int
+    dtype: str
+    """numpy's name ("float32", "float16") or "bfloat16", "float8_e4m3"."""
+    order: tuple[str, ...] = ("token", "head", "dim")
+    split_kv: bool = True
+    tp_rank: int = 0
+    tp_size: int = 1
+    total_kv_heads: int = 0
+    """Over all ranks; 0 means kv_heads * tp_size."""
+    model: str = ""
+    """Fingerprint of architecture and rope settings; KV moves only between equal ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRegion:
+    """One contiguous array of blocks in this process: block b starts at `addr + b * block_bytes`."""
+
+    addr: int
+    nbytes: int
+    block_bytes: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedKV:
+    """A session's KV, kept alive for a reader. `token_ids` int32 [n]: tokens whose KV is complete."""
+
+    session: str
+    version: int
+    token_ids: Array
+    block_ids: Array
+    """int32 [ceil(n / block_tokens)], in token order; the last block may be partly filled."""
+    generation: int
+    """Names this pin; given back to `kv_release`."""
+
+
+class KVHolder(Protocol):
+    """Engine side of a KV move. Engines without `KV_MOVE` raise CapabilityError from all of these."""
+
+    def kv_shape(self) -> KVShape:
+        """The layout of `kv_regions`."""
+
+    def kv_regions(self) -> Sequence[MemoryRegion]:
+        """The pools themselves: 2 * layers regions with `split_kv`, else `layers`."""
+
+    async def kv_pin(self, session: str) -> PinnedKV | None:
+        """Keep the session's present KV alive while decoding goes on; None when it has none cached."""
+
+    async def kv_freeze(self, session: str) -> PinnedKV | None:
+        """End the session's running calls with ABORT at a token border, then pin; new calls of it wait for
+        `kv_release` or `kv_unfreeze`."""
+
+    async def kv_unfreeze(self, session: str) -> None:
+        """Take the session back after a move that did not happen."""
+
+    async def kv_release(self, session: str, generation: int, *, forget: bool) -> None:
+        """Drop a pin; with `forget` the session has left: its calls here are refused and its KV may go."""
+
+    async def kv_reserve(self, session: str, tokens: int, version: int) -> Array | None:
+        """Blocks (int32 ids) for an incoming session; None when there is no room or the version differs."""
+
+    async def kv_commit(self, session: str, version: int, token_ids: Array, block_ids: Array) -> None:
+        """The reserved blocks now hold the KV of these tokens: they enter the prefix cache of `version`."""
+
+    async def kv_cancel(self, session: str) -> None:
+        """Give reserved blocks back."""
