@@ -149,9 +149,7 @@ class PluginManager:
             return None
         found = load_symbol(path, f"reading the options of {kind} {name!r}")
         if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-            raise PluginError(
-                f"reading the options of {kind} {name!r}", got=repr(found), expected="a dataclass type"
-            )
+            raise PluginError(f"reading the options of {kind} {name!r}", got=repr(found), expected="a dataclass type")
         return found
 
     def load(self, kind: Kind, name: str) -> type[Any]:

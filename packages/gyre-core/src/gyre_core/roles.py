@@ -47,10 +47,7 @@ _LEGAL: dict[CellState, frozenset[CellState]] = {
 }
 
 TRANSITIONS: Mapping[CellState, frozenset[CellState]] = MappingProxyType(
-    {
-        state: nxt | ({CellState.LOST} if state is not CellState.LOST else set())
-        for state, nxt in _LEGAL.items()
-    }
+    {state: nxt | ({CellState.LOST} if state is not CellState.LOST else set()) for state, nxt in _LEGAL.items()}
 )
 """Legal successors of each state. A switch that fails goes back to the role the cell came from."""
 
@@ -64,9 +61,7 @@ def check_transition(cell: str, now: CellState, then: CellState, story: str = ""
     if then not in TRANSITIONS[now]:
         legal = ", ".join(sorted(TRANSITIONS[now])) or "nothing (it is lost)"
         tail = f"\nWhat happened to {cell} so far:\n{story}" if story else ""
-        raise TransitionError(
-            f"moving cell {cell} from {now} to {then}: from {now} it can go to {legal}.{tail}"
-        )
+        raise TransitionError(f"moving cell {cell} from {now} to {then}: from {now} it can go to {legal}.{tail}")
 
 
 def role_of(state: CellState) -> Role | None:
