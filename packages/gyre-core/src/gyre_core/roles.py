@@ -27,22 +27,21 @@ class CellState(StrEnum):
     ROLLOUT = "ROLLOUT"
     DRAINING = "DRAINING"
     """Leaves ROLLOUT: takes no new session, its sessions go elsewhere."""
-    SWITCHING_TO_TRAIN = "SWITCHING_TO_TRAIN"
+    SWITCHING = "SWITCHING"
+    """Changes role: the old role's memory is given back, the new one's taken."""
     TRAIN = "TRAIN"
     FLUSHING = "FLUSHING"
     """Leaves TRAIN: takes no new lease, commits what it has computed."""
-    SWITCHING_TO_ROLLOUT = "SWITCHING_TO_ROLLOUT"
     LOST = "LOST"
 
 
 _LEGAL: dict[CellState, frozenset[CellState]] = {
     CellState.JOINING: frozenset({CellState.ROLLOUT, CellState.TRAIN}),
     CellState.ROLLOUT: frozenset({CellState.DRAINING}),
-    CellState.DRAINING: frozenset({CellState.SWITCHING_TO_TRAIN, CellState.ROLLOUT}),
-    CellState.SWITCHING_TO_TRAIN: frozenset({CellState.TRAIN, CellState.ROLLOUT}),
+    CellState.DRAINING: frozenset({CellState.SWITCHING, CellState.ROLLOUT}),
+    CellState.SWITCHING: frozenset({CellState.TRAIN, CellState.ROLLOUT}),
     CellState.TRAIN: frozenset({CellState.FLUSHING}),
-    CellState.FLUSHING: frozenset({CellState.SWITCHING_TO_ROLLOUT, CellState.TRAIN}),
-    CellState.SWITCHING_TO_ROLLOUT: frozenset({CellState.ROLLOUT, CellState.TRAIN}),
+    CellState.FLUSHING: frozenset({CellState.SWITCHING, CellState.TRAIN}),
     CellState.LOST: frozenset(),
 }
 
