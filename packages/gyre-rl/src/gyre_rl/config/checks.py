@@ -1,0 +1,47 @@
+"""Checks that need two keys at once.
+
+Invariant: each check is a pure function from the configuration to problems, and each problem says which key to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gyre_rl.config.problems import Problem
+from gyre_rl.config.schema import RunConfig
+
+
+def cross_checks(config: RunConfig) -> list[Problem]:
+    """Every problem between sections."""
+    return [*_cells(config), *_rollout(config), *_name(config)]
+
+
+def _cells(config: RunConfig) -> Iterator[Problem]:
+    cells = config.cells
+    if cells.train > cells.count:
+        yield Problem("cells.train", f"got {cells.train} of {cells.count} cells, expected at most cells.count")
+    if cells.train == cells.count and cells.count > 1:
+        yield Problem("cells.train", "got all cells, expected at least one that begins as ROLLOUT; lower it")
+
+
+def _rollout(config: RunConfig) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.group_size == 1 and config.loss.single == "zero":
+        yield Problem(
+            "rollout.group_size",
+            'got 1 with loss.single = "zero", so that no execution would ever train; expected 2 or more, '
+            'or loss.single = "raw"',
+        )
+    if rollout.max_in_flight is not None and rollout.max_in_flight < rollout.group_size:
+        yield Problem(
+            "rollout.max_in_flight",
+            f"got {rollout.max_in_flight}, expected at least the {rollout.group_size} executions of one group, "
+            "which start together",
+        )
+    if config.eval.split == rollout.split:
+        yield Problem("eval.split", f"got {rollout.split!r}, the split that is trained on; expected another one")
+
+
+def _name(config: RunConfig) -> Iterator[Problem]:
+    if config.dir is None and (not config.name or set(config.name) & set("/\\\0") or config.name in (".", "..")):
+        yield Problem("name", f"got {config.name!r}, expected a name that can be a folder's, or set `dir`")

@@ -1,0 +1,212 @@
+"""What a run can be told: the sections of its TOML file as frozen dataclasses.
+
+Invariant: every field here is read by some part of the ring, has its unit in its docstring and a default that works;
+the reference page is generated from these docstrings. A section that chooses a plugin is a `PluginChoice`: the key
+`name` picks the plugin and every other key is one of that plugin's own options. No reading of files, no defaults that
+depend on the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from gyre_core.execution import Limits
+from gyre_core.registration import Kind
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class PluginChoice:
+    """Which plugin, and its options.
+
+    `options` is an instance of the dataclass that the plugin registered for them, or None when it takes none.
+    """
+
+    name: str
+    options: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The policy that is trained."""
+
+    path: str
+    """Folder with config.json, safetensors and tokenizer in Hugging Face form."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer; the model's folder when absent."""
+    family: str | None = None
+    """Name of the chat format (renderer); found from the model's config when absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellsConfig:
+    """The cells of the run. One of them is the core cell."""
+
+    count: Positive = 2
+    """All cells, the core cell among them."""
+    train: Positive = 1
+    """Cells that begin as TRAIN, the core cell among them. The policy `static` keeps this split."""
+    threads: Positive = 1
+    """CPU threads that one cell computes with."""
+    device: str = "cpu"
+    """Device of engine and trainer: "cpu" or "cuda"."""
+    accelerators: Count = 0
+    """Accelerators that one cell owns; 0 on CPU."""
+    start_s: Seconds = 120.0
+    """Seconds that a cell may take from its start until it is ready."""
+    restarts: Count = 2
+    """How often one lost cell is started again, as a new incarnation, before the run goes on without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    """What one step samples."""
+
+    tasks_per_step: Positive = 8
+    """Tasks (groups) in one step."""
+    group_size: Positive = 8
+    """Executions of each task inside one step."""
+    split: str = "train"
+    """Split of the task set that training draws from."""
+    shuffle: bool = True
+    """Draw tasks in an order given by the seed, anew each time all were drawn; else in the set's own order."""
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    """Sampling temperature of training executions."""
+    top_p: Share = 1.0
+    """Nucleus of training executions. Below 1 the sampling differs from the policy that is trained."""
+    max_staleness: Count = 1
+    """Policy versions that a sampled token may be behind the trainer. 0 is strictly on-policy."""
+    max_in_flight: Positive | None = None
+    """Executions that run at once; no bound but the admission's own when absent."""
+    on_step_close: Literal["continue", "cut"] = "continue"
+    """What becomes of executions that still run when their step closes: they go on under the new policy, or are cut
+    and scored partially."""
+    retries: Count = 2
+    """How often an execution that failed by our fault is run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    """How scores become advantages and trees become micro-batches. The objective is the trainer's option."""
+
+    estimator: Literal["grpo", "centre", "leave_one_out"] = "grpo"
+    """Advantage over the executions of a group."""
+    gate: float | Literal["off"] = 0.0
+    """A group none of whose members scores above this gets no advantages, so that shaped scores of a failed group
+    invent no direction; "off" switches the gate off."""
+    single: Literal["zero", "raw"] = "zero"
+    """Advantage of a group of one: none, or its raw score."""
+    micro_batch_tokens: Positive = 4096
+    """Tree tokens of one micro-batch; a tree that is longer makes one of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """When cells change their role."""
+
+    policy: str = "watermark"
+    """Policy by name."""
+    min_dwell_s: Annotated[float, Meta(ge=0)] = 2.0
+    """Seconds that a cell stays in a role before it may be turned again."""
+    move_kv: bool = True
+    """Carry the KV of sessions that leave a draining cell where that is cheaper than prefilling again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyConfig:
+    """The recording proxy in front of the engines."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. The agents of remote sandboxes need one that they can reach."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port to listen on; 0 takes a free one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalConfig:
+    """How held-out tasks are judged, before the first step and after the last one."""
+
+    split: str = "heldout"
+    """Split of the task set to evaluate on."""
+    tasks: Positive | None = None
+    """Tasks of the split that are used, the first ones; all when absent."""
+    repeats: Positive = 1
+    """Executions of each task."""
+    every: Count = 0
+    """Also evaluate after every so many steps; 0 is only at the start and at the end."""
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    """Sampling temperature of evaluations; 0 is greedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """What a resume begins from."""
+
+    every: Positive = 1
+    """Steps between two checkpoints of the core cell."""
+    keep: Positive = 2
+    """Checkpoints that are kept, the latest ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportConfig:
+    """What a run leaves to read."""
+
+    html: bool = True
+    """Write report.html into the run directory at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """A whole run. `base_dir` is the folder that relative paths mean."""
+
+    name: str
+    """Name of the run; also names its directory when `dir` is absent."""
+    model: ModelConfig
+    tasks: Annotated[PluginChoice, Kind.TASKSET]
+    seed: Count = 0
+    """Seed of everything that draws at random in the run."""
+    steps: Positive = 10
+    """Optimizer steps."""
+    dir: str | None = None
+    """Run directory, relative to the working directory; "runs/<name>" when absent, with a number when that is taken."""
+    deadline_s: Seconds | None = None
+    """Seconds after which the run is stopped in order, resumable."""
+    base_dir: str = "."
+    """Folder that relative paths mean; that of the file when absent."""
+    cells: CellsConfig = field(default_factory=CellsConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    limits: Limits = field(default_factory=Limits)
+    loss: LossConfig = field(default_factory=LossConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    proxy: ProxyConfig = field(default_factory=ProxyConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    engine: Annotated[PluginChoice, Kind.ENGINE] = PluginChoice("local")
+    trainer: Annotated[PluginChoice, Kind.TRAINER] = PluginChoice("local")
+    harness: Annotated[PluginChoice, Kind.HARNESS] = PluginChoice("shell")
+    sandbox: Annotated[PluginChoice, Kind.SANDBOX] = PluginChoice("local")
+    launcher: Annotated[PluginChoice, Kind.LAUNCHER] = PluginChoice("local")
+    sinks: Annotated[tuple[PluginChoice, ...], Kind.SINK] = ()
+
+    def resolve(self, path: str) -> Path:
+        """`path` as an absolute path; a relative one means `base_dir`."""
+        return Path(self.base_dir, path).absolute()
+
+    @property
+    def model_dir(self) -> Path:
+        """The model's folder, absolute."""
+        return self.resolve(self.model.path)
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """The tokenizer's folder, absolute."""
+        return self.resolve(self.model.tokenizer or self.model.path)

@@ -1,0 +1,292 @@
+"""The configuration: read, merged, refused with every problem at once, written and read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from gyre_core import ConfigError, Kind, Registration, hookimpl
+from gyre_core.plugins import PluginManager
+from gyre_rl.config import PluginChoice, RunConfigError, dumps, load, loads
+from gyre_rl.config.convert import Converter
+from gyre_rl.config.dump import to_table
+from gyre_rl.config.locate import key_lines
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    depth: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    slots: int = 8
+    device_map: dict[str, int] = dataclasses.field(default_factory=dict)
+    inner: Inner = Inner()
+    extra: tuple[Inner, ...] = ()
+    note: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError("slots is below 1")
+
+
+class Plugin:
+    @hookimpl
+    def gyre_register(self):
+        options = "gyre_test_options:EngineOptions"
+        yield Registration(Kind.ENGINE, "local", "nowhere:Engine", options=options)
+        yield Registration(Kind.ENGINE, "other", "nowhere:Other")
+        yield Registration(Kind.ENGINE, "absent", "nowhere:Absent", requires=("no_such_module_here",))
+        for kind, name in [
+            (Kind.TRAINER, "local"),
+            (Kind.HARNESS, "shell"),
+            (Kind.SANDBOX, "local"),
+            (Kind.LAUNCHER, "local"),
+            (Kind.TASKSET, "files"),
+            (Kind.SINK, "prometheus"),
+        ]:
+            yield Registration(kind, name, "nowhere:It")
+
+
+@pytest.fixture
+def plugins(monkeypatch):
+    module = types.ModuleType("gyre_test_options")
+    module.EngineOptions = EngineOptions
+    monkeypatch.setitem(sys.modules, "gyre_test_options", module)
+    manager = PluginManager()
+    manager.add(Plugin())
+    return manager
+
+
+SMALL = 'name = "small"\ntasks = "files"\n[model]\npath = "policy"\n'
+
+
+def problems_of(text, plugins, base_dir="/"):
+    with pytest.raises(RunConfigError) as caught:
+        loads(text, base_dir, plugins)
+    return [str(p) for p in caught.value.problems]
+
+
+def test_a_small_file_is_enough(plugins):
+    config = loads(SMALL, "/base", plugins)
+    assert config.tasks == PluginChoice("files")
+    assert config.engine == PluginChoice("local", EngineOptions())
+    assert config.limits.max_call_tokens == 1024
+    assert config.model_dir == Path("/base/policy") == config.tokenizer_dir
+
+
+def test_every_problem_is_reported_at_once_with_its_line(plugins):
+    text = SMALL + (
+        "[rollout]\n"
+        "group_sizes = 4\n"
+        'temperature = "hot"\n'
+        "top_p = 1.5\n"
+        "[engine]\n"
+        "slotz = 3\n"
+        'device_map = {a = "b"}\n'
+        "[loss]\n"
+        'estimator = "grop"\n'
+        "group_size = 3\n"
+    )
+    found = problems_of(text, plugins)
+    assert found == [
+        "text:6: rollout.group_sizes: unknown key; did you mean 'group_size'?",
+        'text:7: rollout.temperature: got "hot", expected a number, above 0',
+        "text:8: rollout.top_p: got 1.5, expected a number, above 0 and at most 1",
+        "text:10: engine.slotz: unknown key; did you mean 'slots'?",
+        'text:11: engine.device_map: got {"a": "b"} (at [...]), expected a table',
+        'text:13: loss.estimator: got "grop", expected "grpo", "centre" or "leave_one_out"',
+        "text:14: loss.group_size: unknown key; 'group_size' belongs in [rollout]",
+    ]
+
+
+def test_missing_keys_are_named(plugins):
+    found = problems_of("", plugins)
+    assert any(p.startswith("name: missing; expected text") for p in found)
+    assert any(p.startswith("model: missing") for p in found)
+    assert any(p.startswith("tasks: missing") for p in found)
+
+
+def test_a_missing_plugin_names_the_nearest_and_what_to_do(plugins):
+    (problem,) = problems_of('engine = "lokal"\n' + SMALL, plugins)
+    assert "engine.name" in problem
+    assert "Did you mean 'local'?" in problem
+    assert "gyre plugins" in problem
+
+
+def test_a_plugin_whose_modules_are_missing_is_a_problem(plugins):
+    (problem,) = problems_of('engine = "absent"\n' + SMALL, plugins)
+    assert "no_such_module_here" in problem
+
+
+def test_options_for_a_plugin_without_options_are_problems(plugins):
+    (problem,) = problems_of(SMALL + "[trainer]\nlr = 1e-3\n", plugins)
+    assert problem == "text:6: trainer.lr: unknown key; the trainer 'local' takes no options"
+
+
+def test_what_a_plugin_refuses_itself_is_a_problem_of_its_section(plugins):
+    (problem,) = problems_of(SMALL + "[engine]\nslots = 0\n", plugins)
+    assert problem == "text:5: engine: slots is below 1"
+
+
+def test_nested_options_and_lists_of_tables(plugins):
+    text = SMALL + "[engine]\ninner = {depth = 3}\n[[engine.extra]]\ndepth = 4\n[[engine.extra]]\ndepth = 5\n"
+    options = loads(text, "/", plugins).engine.options
+    assert options.inner == Inner(3)
+    assert options.extra == (Inner(4), Inner(5))
+    (problem,) = problems_of(text.replace("depth = 5", "dept = 5"), plugins)
+    assert problem == "text:10: engine.extra.1.dept: unknown key; did you mean 'depth'?"
+
+
+def test_a_wrong_kind_of_section_is_a_problem(plugins):
+    assert problems_of("rollout = 3\n" + SMALL, plugins) == ["text:1: rollout: got 3, expected a table"]
+    assert problems_of("engine = 3\n" + SMALL, plugins) == [
+        "text:1: engine: got 3, expected the engine's name or its section"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ("[cells]\ncount = 2\ntrain = 3\n", "cells.train: got 3 of 2 cells"),
+        ("[cells]\ncount = 2\ntrain = 2\n", "cells.train: got all cells"),
+        ("[rollout]\ngroup_size = 1\n", "no execution would ever train"),
+        ("[rollout]\nmax_in_flight = 3\n", "8 executions of one group"),
+        ('[eval]\nsplit = "train"\n', "the split that is trained on"),
+    ],
+)
+def test_checks_between_sections(plugins, extra, words):
+    (problem,) = problems_of(SMALL + extra, plugins)
+    assert words in problem
+    assert problem.startswith("text:")
+
+
+def test_sets_lie_over_the_file_and_plain_words_are_text(plugins, tmp_path):
+    (tmp_path / "gyre.toml").write_text(SMALL)
+    config = load(tmp_path, ["seed=7", "rollout.group_size = 4", "engine.note=fast", "engine.slots=2"], plugins)
+    assert (config.seed, config.rollout.group_size, config.engine.options.note) == (7, 4, "fast")
+    assert config.base_dir == str(tmp_path)
+
+
+def test_a_wrong_set_is_named_as_it_was_typed(plugins, tmp_path):
+    (tmp_path / "gyre.toml").write_text(SMALL)
+    with pytest.raises(RunConfigError, match=r"--set rollout\.group_sise=4: rollout\.group_sise: unknown key"):
+        load(tmp_path, ["rollout.group_sise=4"], plugins)
+    for text in ("seed", "=3", "a b=3"):
+        with pytest.raises(ConfigError, match="--set"):
+            load(tmp_path, [text], plugins)
+
+
+def test_another_plugin_takes_nothing_of_the_old_ones_options(plugins, tmp_path):
+    (tmp_path / "gyre.toml").write_text(SMALL + "[engine]\nslots = 3\n")
+    assert load(tmp_path, ["engine=other"], plugins).engine == PluginChoice("other")
+    assert load(tmp_path, ['engine.name="local"'], plugins).engine.options.slots == 3
+
+
+def test_extends_is_relative_to_the_file_and_later_keys_win(plugins, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "common.toml").write_text(SMALL + "[rollout]\ngroup_size = 3\ntemperature = 0.5\n")
+    file = tmp_path / "run.toml"
+    file.write_text('extends = "base/common.toml"\n[rollout]\ngroup_size = 5\n')
+    config = load(file, (), plugins)
+    assert (config.rollout.group_size, config.rollout.temperature) == (5, 0.5)
+    file.write_text('extends = "base/common.toml"\n[rollout]\ngroup_size = -5\n')
+    with pytest.raises(RunConfigError, match=r"run\.toml:3: rollout\.group_size: got -5"):
+        load(file, (), plugins)
+
+
+def test_extends_in_a_circle_is_refused(plugins, tmp_path):
+    (tmp_path / "a.toml").write_text('extends = "b.toml"\n')
+    (tmp_path / "b.toml").write_text('extends = "a.toml"\n')
+    with pytest.raises(ConfigError, match="circle"):
+        load(tmp_path / "a.toml", (), plugins)
+
+
+def test_files_that_cannot_be_read(plugins, tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load(tmp_path / "no.toml", (), plugins)
+    with pytest.raises(ConfigError, match=r"a folder with a gyre\.toml"):
+        load(tmp_path, (), plugins)
+    (tmp_path / "gyre.toml").write_text("name = small\n")
+    with pytest.raises(ConfigError, match=r"not TOML.*line 1"):
+        load(tmp_path, (), plugins)
+    (tmp_path / "gyre.toml").write_bytes(b"name = '\xff'\n")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load(tmp_path, (), plugins)
+
+
+def test_the_resolved_form_reads_back_to_an_equal_configuration(plugins, tmp_path):
+    (tmp_path / "gyre.toml").write_text(
+        'sinks = ["prometheus"]\ndeadline_s = 3\n' + SMALL + '[engine]\nnote = "a\\"b\\\\ \\u007f"\n'
+        'device_map = {"x y" = 1}\nextra = [{depth = 2}]\n[loss]\ngate = "off"\n'
+    )
+    config = load(tmp_path, (), plugins)
+    text = dumps(config)
+    assert loads(text, "/elsewhere", plugins) == config
+    assert "micro_batch_tokens" in text
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+LEAF = st.one_of(st.integers(-(2**60), 2**60), st.floats(allow_nan=False), st.booleans(), TEXT)
+TABLES = st.dictionaries(
+    TEXT, st.recursive(LEAF, lambda c: st.lists(c, max_size=3) | st.dictionaries(TEXT, c, max_size=3))
+)
+
+
+@given(TABLES)
+def test_the_writer_writes_any_table_as_toml(table):
+    import tomllib
+
+    from gyre_rl.config.dump import _table
+
+    assert tomllib.loads("\n".join(_table(to_table(table), ()))) == table
+
+
+@given(TABLES)
+def test_the_locator_knows_every_key_of_valid_toml(table):
+    from gyre_rl.config.dump import _table
+
+    text = "\n".join(_table(to_table(table), ()))
+    lines = text.split("\n")
+    places = key_lines(text)
+    for key, value in table.items():
+        if "." not in key:
+            assert 1 <= places[key] <= len(lines)
+        if not isinstance(value, dict | list) and "." not in key:
+            assert lines[places[key] - 1].split(" = ")[0].strip() != ""
+
+
+def test_the_locator_is_not_led_astray_by_strings_and_comments():
+    text = '''a = """
+b = 1
+[c]
+""" # [d]
+e = [ # comment with ]
+  "]", { f = "}" },
+]
+[g."h.i"]
+'j' = 'k = 1'
+[[l]]
+m = 1
+[[l]]
+m = 2
+'''
+    assert key_lines(text) == {
+        "a": 1, "e": 5, "g": 8, "g.h.i": 8, "g.h.i.j": 9, "l": 10, "l.0": 10, "l.0.m": 11, "l.1": 12, "l.1.m": 13,
+    }  # fmt: skip
+
+
+def test_values_are_not_converted_by_guess(plugins):
+    converter = Converter(plugins.options_type)
+    converter.build(EngineOptions, {"slots": "3", "note": 4})
+    assert [p.message for p in converter.problems] == [
+        'got "3", expected a whole number',
+        "got 4, expected text",
+    ]
