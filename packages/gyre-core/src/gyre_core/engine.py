@@ -145,7 +145,8 @@ class Engine(KVHolder, Protocol):
         """Load the model and its first weights and become ready. Called once."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Run a call. Closing the iterator early aborts it. Raises InfrastructureError if the engine fails."""
+        """Run a call. Closing the iterator early aborts it. Raises ContextLengthError for a prompt that can never
+        fit, ValueError for ids outside the vocabulary or an empty prompt, InfrastructureError if the engine fails."""
 
     async def abort(self, request_id: str) -> bool:
         """End one call with `FinishReason.ABORT`; False when it is not running."""

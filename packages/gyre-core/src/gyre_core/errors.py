@@ -48,3 +48,7 @@ class InfrastructureError(GyreError):
 
 class CellLostError(InfrastructureError):
     """The cell that was asked is gone, or answers from another incarnation."""
+
+
+class ContextLengthError(GyreError):
+    """A prompt does not fit the engine's context (or its whole KV pool): the agent's limit, not our fault."""

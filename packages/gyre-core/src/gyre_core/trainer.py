@@ -105,7 +105,8 @@ class Trainer(Protocol):
         version."""
 
     async def step(self, divisor: float) -> StepResult:
-        """Core: divide the sum by `divisor`, clip, step once; the version rises by one unless skipped."""
+        """Core: divide the sum by `divisor`, clip, step once. The version rises by one in any case, so that versions
+        count steps; when the step was skipped the weights are the old ones and `skipped` says why."""
 
     async def publish(self, folder: str) -> WeightSource:
         """Core: put the present weights at rest under `folder`/v<version>, atomically, in Hugging Face names."""

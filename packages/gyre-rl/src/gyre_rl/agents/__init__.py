@@ -1,0 +1,1 @@
+"""The process where agents work and are judged: harness, sandbox and scorers."""

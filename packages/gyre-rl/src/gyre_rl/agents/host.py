@@ -1,0 +1,188 @@
+"""The process of the agents: runs executions to their end and scores what stands in their workspaces.
+
+Invariant: each job ends in one `Outcome`; an execution that was cut is scored on what it reached, one that failed by our
+fault has no score. The workspace outlives the agent until it is scored. Not here: what an execution is for, retries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+from gyre_core import (
+    ComponentContext,
+    ExecutionEnd,
+    ExecutionJob,
+    ExecutionStatus,
+    GyreError,
+    Harness,
+    InfrastructureError,
+    Kind,
+    PluginManager,
+    Sandbox,
+    Score,
+    Scorer,
+    ScoringJob,
+    Workspace,
+)
+
+from gyre_rl.procs.child import ChildSpec
+from gyre_rl.procs.link import Link
+from gyre_rl.procs.wire import Empty, Endpoint, build_app
+
+log = logging.getLogger("gyre.agents")
+WALL_SLACK_S = 30.0
+"""A harness that has not stopped this long after its wall limit is cut from outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentsBody:
+    """Configuration of the agents' process, in `ChildSpec.body`."""
+
+    harness: str
+    sandbox: str
+    harness_options: dict[str, Any] = field(default_factory=dict)
+    sandbox_options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    base_dir: str = "."
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """End an execution now and score what it reached."""
+
+    execution: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an execution ended and what it earned; `score` is None when it failed by our fault."""
+
+    end: ExecutionEnd
+    score: Score | None
+    seconds: float
+    scoring_seconds: float = 0.0
+
+
+class QuietEvents:
+    """Counts what a harness tells; nobody listens to single turns yet."""
+
+    def __init__(self) -> None:
+        self.turns = self.tools = self.compactions = 0
+
+    def turn(self, session: str, number: int) -> None:
+        """A model call was answered."""
+        self.turns += 1
+
+    def tool_started(self, session: str, name: str) -> None:
+        """A tool runs."""
+        self.tools += 1
+
+    def tool_ended(self, session: str, name: str, seconds: float) -> None:
+        """It ended."""
+
+    def compacted(self, session: str) -> None:
+        """History was rewritten."""
+        self.compactions += 1
+
+
+class AgentsHost:
+    """Harness, sandbox and scorers behind an HTTP interface."""
+
+    def __init__(self, spec: ChildSpec, plugins: PluginManager, harness: Harness, sandbox: Sandbox) -> None:
+        self._spec, self._plugins, self._harness, self._sandbox = spec, plugins, harness, sandbox
+        self._scorers: dict[str, Scorer] = {}
+        self._running: dict[str, asyncio.Task[ExecutionEnd]] = {}
+        self._cuts: dict[str, str] = {}
+        self.app = build_app(spec.token, [Endpoint("/run", ExecutionJob, self.run), Endpoint("/cut", Cut, self.cut)])
+
+    async def start(self, link: Link, http: aiohttp.ClientSession, base_url: str) -> Empty:
+        """Ready at once."""
+        return Empty()
+
+    async def answer(self, topic: str, body: bytes) -> Any:
+        """The run asks agents by HTTP only."""
+        raise InfrastructureError(f"answering {topic!r}", got="a question by link", expected="an HTTP request")
+
+    async def close(self) -> None:
+        """Cancel all agents and delete their workspaces."""
+        for task in list(self._running.values()):
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await self._sandbox.close()
+
+    async def cut(self, message: Cut) -> Empty:
+        """Cancel the agent; its `/run` then answers with a partial score."""
+        task = self._running.get(message.execution)
+        if task is not None:
+            self._cuts[message.execution] = message.reason
+            task.cancel()
+        return Empty()
+
+    async def run(self, job: ExecutionJob) -> Outcome:
+        """One execution, from a fresh workspace to its score."""
+        began = time.perf_counter()
+        try:
+            workspace = await self._sandbox.create(job.execution.replace("/", "_"), job.task.files)
+        except (GyreError, OSError) as error:
+            return Outcome(_failed("making its sandbox", error), None, time.perf_counter() - began)
+        try:
+            end = await self._agent(job, workspace)
+            ended = time.perf_counter()
+            if end.status is ExecutionStatus.FAILED:
+                return Outcome(end, None, ended - began)
+            try:
+                score = await self._scorer(job.task.scorer.name).score(ScoringJob(job.task, end), workspace)
+            except Exception as error:  # noqa: BLE001 - boundary: judging failed, which is never a zero
+                return Outcome(_failed("scoring it", error), None, ended - began, time.perf_counter() - ended)
+            return Outcome(end, score, ended - began, time.perf_counter() - ended)
+        finally:
+            await workspace.close()
+
+    async def _agent(self, job: ExecutionJob, workspace: Workspace) -> ExecutionEnd:
+        wall = job.limits.wall_s
+        task = asyncio.create_task(self._harness.run(job, workspace, QuietEvents()))
+        self._running[job.execution] = task
+        try:
+            async with asyncio.timeout(None if wall is None else wall + WALL_SLACK_S):
+                return await task
+        except TimeoutError:
+            return ExecutionEnd(ExecutionStatus.TIMEOUT, f"its harness did not stop within {wall} s and was cut")
+        except asyncio.CancelledError:
+            reason = self._cuts.pop(job.execution, None)
+            if reason is None:
+                raise
+            return ExecutionEnd(ExecutionStatus.TIMEOUT, reason)
+        except Exception as error:
+            log.exception("execution %s failed", job.execution)
+            return _failed("running its agent", error)
+        finally:
+            self._running.pop(job.execution, None)
+            self._cuts.pop(job.execution, None)
+
+    def _scorer(self, name: str) -> Scorer:
+        """Options of a scorer come with each task, so one instance serves all."""
+        if name not in self._scorers:
+            context = ComponentContext(self._spec.run_dir, "agents")
+            self._scorers[name] = self._plugins.create(Kind.SCORER, name, None, context)
+        return self._scorers[name]
+
+
+def _failed(doing: str, error: BaseException) -> ExecutionEnd:
+    return ExecutionEnd(ExecutionStatus.FAILED, f"{doing}: {type(error).__name__}: {error}")
+
+
+async def make(spec: ChildSpec) -> AgentsHost:
+    """Host factory."""
+    body = msgspec.convert(spec.body, AgentsBody)
+    plugins = PluginManager.installed()
+    context = ComponentContext(spec.run_dir, spec.name, body.seed, base_dir=body.base_dir)
+    harness = plugins.create(Kind.HARNESS, body.harness, body.harness_options, context)
+    sandbox = plugins.create(Kind.SANDBOX, body.sandbox, body.sandbox_options, context)
+    return AgentsHost(spec, plugins, harness, sandbox)

@@ -1,0 +1,275 @@
+"""The process of a cell: engine, trainer and the way from one role to the other.
+
+Invariant: a cell works in one role at a time. As ROLLOUT its engine is awake; as TRAIN the engine sleeps and the
+trainer computes leases, one after the other. Not here: when to switch, where sessions go, what a gradient is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from gyre_core import (
+    CapabilityError,
+    ComponentContext,
+    Engine,
+    EngineCapability,
+    GyreError,
+    InfrastructureError,
+    Kind,
+    PluginManager,
+    Role,
+    StepResult,
+    Trainer,
+    WeightSource,
+)
+from gyre_kvxfer import MigrationServer, migrate
+
+from gyre_rl.cell.calls import answer_call
+from gyre_rl.cell.kv import EngineKV
+from gyre_rl.cell.leases import LeaseWorker
+from gyre_rl.cell.messages import (
+    AddContribution,
+    Applied,
+    ApplyStep,
+    CallBody,
+    CellBody,
+    CellReady,
+    Drain,
+    Lease,
+    LeaveSession,
+    LoadEvent,
+    Pulled,
+    PullSession,
+    Recall,
+    SwitchTo,
+    Sync,
+    Took,
+)
+from gyre_rl.procs.child import ChildSpec
+from gyre_rl.procs.link import Link
+from gyre_rl.procs.wire import Empty, Endpoint, authorised, build_app, unpack
+
+log = logging.getLogger("gyre.cell")
+
+
+class CellHost:
+    """Engine and trainer of one cell behind its HTTP interface."""
+
+    def __init__(self, spec: ChildSpec, body: CellBody, engine: Engine, trainer: Trainer) -> None:
+        self.spec, self.body, self.engine, self.trainer = spec, body, engine, trainer
+        self.role: Role | None = None
+        self._draining = False
+        self._engine_up = self._trainer_up = False
+        self._kv: MigrationServer | None = None
+        self._load_task: asyncio.Task[None] | None = None
+        self._link: Link | None = None
+        self._leases = LeaseWorker(trainer, spec.cell)
+        endpoints = [
+            Endpoint("/drain", Drain, self.drain),
+            Endpoint("/switch", SwitchTo, self.switch),
+            Endpoint("/sync", Sync, self.sync),
+            Endpoint("/leave", LeaveSession, self.leave),
+            Endpoint("/pull", PullSession, self.pull),
+            Endpoint("/lease", Lease, self.lease),
+            Endpoint("/recall", Recall, self.recall),
+            Endpoint("/add", AddContribution, self.add),
+            Endpoint("/apply", ApplyStep, self.apply),
+        ]
+        self.app = build_app(spec.token, endpoints)
+        self.app.router.add_post("/generate", self._generate)
+
+    # -- life ------------------------------------------------------------------------------------------------
+    async def start(self, link: Link, http: aiohttp.ClientSession, base_url: str) -> CellReady:
+        """Load weights for the first role and tell what this cell can hold."""
+        began = time.perf_counter()
+        self._link = link
+        self._leases.open(link)
+        await self._enter(self.body.role, self.body.source)
+        if self.body.core and self.body.restore:
+            await self.trainer.restore(self.body.restore)
+        slots, kv_tokens = 0, 0
+        if self._engine_up:
+            load = await self.engine.load()
+            slots, kv_tokens = load.slots_total, load.kv_tokens_total
+        self._load_task = asyncio.create_task(self._report_load(link))
+        return CellReady(
+            self.body.role,
+            self._version(),
+            slots,
+            kv_tokens,
+            self._kv.endpoint if self._kv else "",
+            time.perf_counter() - began,
+        )
+
+    def _version(self) -> int:
+        return self.engine.version if self.role is Role.ROLLOUT else self.trainer.version
+
+    async def answer(self, topic: str, body: bytes) -> Any:
+        """The run asks cells by HTTP only."""
+        raise InfrastructureError(f"answering {topic!r}", got="a question by link", expected="an HTTP request")
+
+    async def close(self) -> None:
+        """Give everything back."""
+        if self._load_task:
+            self._load_task.cancel()
+        await self._leases.close()
+        if self._kv:
+            await self._kv.close()
+        await self.engine.close()
+        await self.trainer.close()
+
+    async def _report_load(self, link: Link) -> None:
+        while True:
+            await asyncio.sleep(self.body.load_every_s)
+            if self.role is Role.ROLLOUT:
+                try:
+                    await link.send("load", LoadEvent(await self.engine.load()))
+                except GyreError as error:
+                    log.warning("load not reported: %s", error)
+                    return
+
+    # -- roles -----------------------------------------------------------------------------------------------
+    async def _enter(self, role: Role, source: WeightSource) -> None:
+        """From no role to `role`."""
+        if role is Role.ROLLOUT:
+            if self._engine_up:
+                await self.engine.wake(source)
+            else:
+                await self.engine.start(source)
+                self._engine_up = True
+            if self._kv is None and EngineCapability.KV_MOVE in self.engine.capabilities:
+                self._kv = MigrationServer(EngineKV(self.engine), key=self.spec.token.encode())
+                await self._kv.start()
+        else:
+            if not self._trainer_up:
+                await self.trainer.start(source, core=self.body.core)
+                self._trainer_up = True
+            else:
+                await self.trainer.onload()
+                if not self.body.core and self.trainer.version != source.version:
+                    await self.trainer.load_weights(source)
+        self.role = role
+
+    async def _leave(self) -> None:
+        """From the present role to none."""
+        role, self.role = self.role, None
+        if role is Role.ROLLOUT:
+            await self.engine.sleep()
+        elif role is Role.TRAIN:
+            await self._leases.flush()
+            await self.trainer.offload()
+
+    async def switch(self, message: SwitchTo) -> Took:
+        """Change the role; on failure go back to the old one and raise."""
+        began = time.perf_counter()
+        old = self.role
+        if old is not message.role:
+            await self._leave()
+            try:
+                await self._enter(message.role, message.source)
+            except Exception:
+                if old is not None:
+                    await self._enter(old, message.source)
+                raise
+        self._draining = False
+        return Took(time.perf_counter() - began)
+
+    async def drain(self, message: Drain) -> Empty:
+        """Refuse new calls, or take them again."""
+        self._draining = message.on
+        return Empty()
+
+    async def sync(self, message: Sync) -> Took:
+        """Take another version's weights in the present role."""
+        began = time.perf_counter()
+        if self.role is Role.ROLLOUT:
+            await self.engine.update_weights(message.source)
+        return Took(time.perf_counter() - began)
+
+    # -- sampling --------------------------------------------------------------------------------------------
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        authorised(request, self.spec.token)
+        if self.role is not Role.ROLLOUT or self._draining:
+            return web.Response(status=409, text="this cell takes no calls now")
+        return await answer_call(request, self.engine, unpack(await request.read(), CallBody))
+
+    async def leave(self, message: LeaveSession) -> Empty:
+        """End the session's running calls; their tokens so far are with the caller."""
+        if self.role is Role.ROLLOUT:
+            pinned = await self.engine.kv_freeze(message.session)
+            if pinned is not None:
+                await self.engine.kv_release(message.session, pinned.generation, forget=True)
+            else:
+                await self.engine.kv_unfreeze(message.session)
+        return Empty()
+
+    async def pull(self, message: PullSession) -> Pulled:
+        """Fetch a session's KV from its present cell."""
+        if self.role is not Role.ROLLOUT:
+            return Pulled(False, why=f"{self.spec.cell} is no rollout cell")
+        if EngineCapability.KV_MOVE not in self.engine.capabilities:
+            raise CapabilityError(f"moving {message.session} to {self.spec.cell}", got="an engine without KV moves")
+        report = await migrate(message.session, message.endpoint, EngineKV(self.engine), key=self.spec.token.encode())
+        return Pulled(
+            report.carried,
+            report.bytes,
+            report.tokens,
+            report.seconds,
+            report.pause_seconds,
+            report.transport,
+            report.reason,
+        )
+
+    # -- training --------------------------------------------------------------------------------------------
+    async def lease(self, message: Lease) -> Empty:
+        """Take work; its end is told as an event."""
+        if self.role is not Role.TRAIN:
+            raise InfrastructureError(f"leasing to {self.spec.cell}", got=f"role {self.role}", expected="TRAIN")
+        self._leases.take(message)
+        return Empty()
+
+    async def recall(self, message: Recall) -> Empty:
+        """Commit what is done."""
+        self._leases.recall(message.lease)
+        return Empty()
+
+    async def add(self, message: AddContribution) -> Empty:
+        """Core: count a contribution."""
+        await self.trainer.add_contribution(message.contribution)
+        return Empty()
+
+    async def apply(self, message: ApplyStep) -> Applied:
+        """Core: step, publish, save."""
+        began = time.perf_counter()
+        if self.trainer.version == message.step:
+            result = await self.trainer.step(message.divisor)
+            if message.checkpoint:
+                await self.trainer.save(message.checkpoint)
+        else:  # the core died between its checkpoint and its answer: the step is done, the weights may not be out
+            result = StepResult(self.trainer.version, float("nan"), float("nan"), 0.0, "applied before a restart")
+        source = await self.trainer.publish(message.weights)
+        return Applied(result, source, time.perf_counter() - began)
+
+
+async def make(spec: ChildSpec) -> CellHost:
+    """Host factory: load the two plugins and make the cell."""
+    body = msgspec.convert(spec.body, CellBody)
+    plugins = PluginManager.installed()
+    context = ComponentContext(
+        run_dir=spec.run_dir,
+        name=str(spec.cell),
+        seed=body.seed,
+        device=body.device,
+        threads=body.threads,
+        base_dir=body.base_dir,
+    )
+    engine = plugins.create(Kind.ENGINE, body.engine, body.engine_options, context)
+    trainer = plugins.create(Kind.TRAINER, body.trainer, body.trainer_options, context)
+    return CellHost(spec, body, engine, trainer)

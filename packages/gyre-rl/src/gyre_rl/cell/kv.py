@@ -1,0 +1,94 @@
+"""Between an engine's KV interface (gyre-core) and the mover's (gyre-kvxfer).
+
+Invariant: nothing is copied or decided here; both sides mean the same blocks by the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from gyre_core import Engine, InfrastructureError, KVShape
+from gyre_kvxfer import KVLayout, LayoutRefused, Pinned, Region
+from gyre_kvxfer.engine import Int32
+
+_AXES = {"token": "T", "head": "H", "dim": "D", "kv": "K"}
+
+
+def layout_of(shape: KVShape, num_blocks: int) -> KVLayout:
+    """The mover's layout of an engine's pool of `num_blocks` blocks."""
+    axes = "B" + "".join(_AXES[name] for name in shape.order)
+    return KVLayout(
+        layers=shape.layers,
+        kv_heads=shape.total_kv_heads or shape.kv_heads * shape.tp_size,
+        head_dim=shape.head_size,
+        block_size=shape.block_tokens,
+        num_blocks=num_blocks,
+        dtype=shape.dtype,
+        axes=axes,
+        across="KL" if shape.split_kv else "L",
+        tp_size=shape.tp_size,
+        tp_rank=shape.tp_rank,
+        model=shape.model,
+    )
+
+
+class EngineKV:
+    """An engine as source and sink of session moves."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def layout(self) -> KVLayout:
+        """Layout of the engine's pool."""
+        region = self._engine.kv_regions()[0]
+        return layout_of(self._engine.kv_shape(), region.nbytes // region.block_bytes)
+
+    def regions(self) -> Sequence[Region]:
+        """The pool's memory."""
+        return [Region(r.addr, r.nbytes, r.device) for r in self._engine.kv_regions()]
+
+    async def pin(self, session: str) -> Pinned:
+        """Keep the session's blocks alive while it goes on."""
+        return _pinned(session, await self._engine.kv_pin(session))
+
+    async def freeze(self, session: str) -> Pinned:
+        """Stop it at a token border."""
+        return _pinned(session, await self._engine.kv_freeze(session))
+
+    async def release(self, session: str, generation: int) -> None:
+        """The session has left."""
+        await self._engine.kv_release(session, generation, forget=True)
+
+    async def unfreeze(self, session: str) -> None:
+        """The session stays."""
+        await self._engine.kv_unfreeze(session)
+
+    async def reserve(self, session: str, n_tokens: int, version: int) -> Int32:
+        """Room for it; refused when there is none or the engine has other weights."""
+        blocks = await self._engine.kv_reserve(session, n_tokens, version)
+        if blocks is None:
+            raise LayoutRefused(
+                f"reserving {n_tokens} tokens of version {version} for {session}: no room, or the engine holds "
+                f"another version ({self._engine.version})"
+            )
+        return np.asarray(blocks, np.int32)
+
+    async def commit(self, session: str, version: int, token_ids: Int32, block_ids: Int32) -> None:
+        """It is ours now."""
+        await self._engine.kv_commit(session, version, token_ids, block_ids)
+
+    async def cancel(self, session: str) -> None:
+        """It did not come."""
+        await self._engine.kv_cancel(session)
+
+
+def _pinned(session: str, pinned: object) -> Pinned:
+    if pinned is None:
+        raise InfrastructureError(f"moving the KV of {session}", got="an engine that holds none of it")
+    return Pinned(
+        version=pinned.version,  # type: ignore[attr-defined]
+        token_ids=np.asarray(pinned.token_ids, np.int32),  # type: ignore[attr-defined]
+        block_ids=np.asarray(pinned.block_ids, np.int32),  # type: ignore[attr-defined]
+        generation=pinned.generation,  # type: ignore[attr-defined]
+    )

@@ -1,0 +1,1 @@
+"""The recording proxy's process: gyre-tito in front, the cells' engines behind, routed by the scheduler."""

@@ -1,0 +1,182 @@
+"""The engines as the proxy sees them: one backend that finds the cell for each call and follows it when it moves.
+
+Invariant: the tokens of a call are yielded once and in order, whichever cells sampled them. A call that a cell gives up
+(drain, move, role switch, death) goes on on the next cell from what was sampled; the agent sees one answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Protocol
+
+import aiohttp
+import numpy as np
+from gyre_core import (
+    CellLostError,
+    ContextLengthError,
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    GyreError,
+    SamplingParams,
+)
+from gyre_tito import BackendError, GenerateCall, PromptTooLong, Sampling
+from gyre_tito import GenerateChunk as TitoChunk
+
+from gyre_rl.cell.calls import CellRefusesError, call_cell, shorten
+
+MAX_TRIES = 60
+"""Routes a call may take without sampling a token before it fails; drains and restarts cost a few each."""
+RETRY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RouteAsk:
+    """Which cell shall take this call? `resumed` when an earlier cell gave it up."""
+
+    session: str
+    execution: str
+    prompt_tokens: int
+    prefix: tuple[int, ...] = ()
+    lost: str = ""
+    """Cell (name#incarnation) that could not be reached, if that is why it is asked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The answer: the cell and its address."""
+
+    cell: str
+    base_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallOver:
+    """Event: the session's call was answered and its context has this many tokens."""
+
+    session: str
+    execution: str
+    context_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    segments: int
+    """Cells that took part."""
+
+
+class Router(Protocol):
+    """Where routes come from."""
+
+    async def route(self, ask: RouteAsk) -> Route:
+        """Wait for a cell."""
+
+    async def over(self, event: CallOver) -> None:
+        """Tell that a call ended."""
+
+
+def sampling_of(sampling: Sampling) -> SamplingParams:
+    """The proxy's sampling settings as an engine takes them; BackendError names what engines here cannot do."""
+    odd = {
+        "min_p": sampling.min_p != 0,
+        "frequency_penalty": sampling.frequency_penalty != 0,
+        "presence_penalty": sampling.presence_penalty != 0,
+        "repetition_penalty": sampling.repetition_penalty != 1,
+        "logit_bias": bool(sampling.logit_bias),
+    }
+    if any(odd.values()):
+        named = ", ".join(name for name, used in odd.items() if used)
+        raise BackendError(
+            f"sampling with {named}: the policy that is trained would not be the one that sampled. Leave it out."
+        )
+    return SamplingParams(
+        sampling.max_tokens,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.stop_token_ids,
+        sampling.seed,
+    )
+
+
+class CellBackend:
+    """gyre-tito's backend over the cells of the run."""
+
+    def __init__(self, http: aiohttp.ClientSession, token: str, router: Router) -> None:
+        self._http, self._token, self._router = http, token, router
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[TitoChunk]:
+        """Sample `call` on whatever cells it is routed to; see the module's invariant."""
+        session = f"{call.execution}/{call.session}"
+        request = GenerateRequest(call.call_id, session, call.prompt_ids, sampling_of(call.sampling))
+        ask = RouteAsk(session, call.execution, len(call.prompt_ids), first_prefix(call))
+        sampled: list[int] = []
+        cached, segments, tries = 0, 0, 0
+        try:
+            while True:
+                route = await self._router.route(replace(ask, prompt_tokens=len(call.prompt_ids) + len(sampled)))
+                ask = replace(ask, lost="", prefix=())
+                before = len(sampled)
+                try:
+                    async for chunk in call_cell(self._http, route.base_url, self._token, _continued(request, sampled)):
+                        sampled.extend(chunk.token_ids)
+                        if segments == 0 and chunk.cached_tokens is not None:
+                            cached = chunk.cached_tokens
+                        if chunk.finish is FinishReason.ABORT:
+                            if chunk.token_ids:
+                                yield _tito(replace(chunk, finish=None))
+                            break
+                        yield _tito(chunk)
+                        if chunk.finish is not None:
+                            segments += 1
+                            return
+                except CellLostError:
+                    ask = replace(ask, lost=route.cell)
+                except CellRefusesError:
+                    pass  # it began to drain after the route was given; the next route knows
+                segments += len(sampled) > before
+                tries = 0 if len(sampled) > before else tries + 1
+                if len(sampled) >= request.sampling.max_tokens:
+                    yield TitoChunk((), (), (), "length")
+                    return
+                if tries >= MAX_TRIES:
+                    raise BackendError(f"call {call.call_id}: no cell could take it in {tries} tries")
+                if tries:
+                    await asyncio.sleep(RETRY_S)
+        except ContextLengthError as error:
+            raise PromptTooLong(str(error)) from error
+        except GyreError as error:
+            raise BackendError(str(error)) from error
+        finally:
+            context = len(call.prompt_ids) + len(sampled)
+            await self._router.over(CallOver(session, call.execution, context, cached, len(sampled), segments))
+
+
+def _continued(request: GenerateRequest, sampled: list[int]) -> GenerateRequest:
+    if not sampled:
+        return request
+    prompt = np.concatenate([np.asarray(request.prompt_ids, np.int32), np.asarray(sampled, np.int32)])
+    return replace(request, prompt_ids=prompt, sampling=shorten(request.sampling, len(sampled)))
+
+
+def _tito(chunk: GenerateChunk) -> TitoChunk:
+    finish = chunk.finish.value if chunk.finish else None
+    routed = None if chunk.routed_experts is None else np.asarray(chunk.routed_experts)
+    return TitoChunk(chunk.token_ids, chunk.logprobs, chunk.versions, finish, chunk.cached_tokens, routed)
+
+
+PREFIX_BLOCK = 64
+
+
+def first_prefix(call: GenerateCall) -> tuple[int, ...]:
+    """Hashes of a new session's leading blocks, so that executions of one task meet on one cell.
+
+    Only for a session's first call: afterwards its own KV decides, and hashing a long context at each call would cost
+    work in its length.
+    """
+    if call.new_from > 0:
+        return ()
+    ids = np.ascontiguousarray(call.prompt_ids, np.int32)
+    ends = range(PREFIX_BLOCK, min(len(ids), 16 * PREFIX_BLOCK) + 1, PREFIX_BLOCK)
+    return tuple(int.from_bytes(blake2b(ids[:end].tobytes(), digest_size=7).digest()) for end in ends)
