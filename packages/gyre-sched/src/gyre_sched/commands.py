@@ -160,6 +160,14 @@ class ApplyStep:
     groups: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something that a person should look at: the machine goes on, but cannot mend it. No answer needed."""
+
+    subject: str
+    reason: str
+
+
 Command: TypeAlias = (
     DrainCell
     | UndrainCell
@@ -176,6 +184,7 @@ Command: TypeAlias = (
     | RecallLease
     | SealStep
     | ApplyStep
+    | Alarm
 )
 
 ALL_COMMANDS: tuple[type, ...] = Command.__args__

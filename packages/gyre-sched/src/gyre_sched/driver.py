@@ -62,9 +62,7 @@ class CellDriver(Protocol):
     async def cut(self, execution: str, reason: str) -> None:
         """End an execution and score what it reached; post ``ExecutionEnded(status=timeout)``."""
 
-    async def build_group(
-        self, group: str, step: int, executions: tuple[str, ...], left_out: tuple[str, ...]
-    ) -> None:
+    async def build_group(self, group: str, step: int, executions: tuple[str, ...], left_out: tuple[str, ...]) -> None:
         """Compute advantages and micro-batches over ``executions``; post ``GroupBatched``."""
 
     async def drop_group(self, group: str, reason: str) -> None:
@@ -81,3 +79,6 @@ class CellDriver(Protocol):
 
     async def apply_step(self, step: int, groups: tuple[str, ...]) -> None:
         """Step the optimizer; post ``StepApplied`` and then ``WeightsPublished``."""
+
+    async def alarm(self, subject: str, reason: str) -> None:
+        """Tell a person: something fails again and again and cannot be mended from here."""

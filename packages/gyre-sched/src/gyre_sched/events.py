@@ -136,6 +136,13 @@ class GroupQueued:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupsClosed:
+    """No further group will be queued: the last step may be sealed with fewer groups than usual."""
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutionStarted:
     """An execution of an admitted group runs (also: runs again after ``RetryExecution``)."""
 
@@ -331,6 +338,7 @@ Event: TypeAlias = (
     | WeightsLoaded
     | WeightsFailed
     | GroupQueued
+    | GroupsClosed
     | ExecutionStarted
     | ExecutionEnded
     | SessionStarted

@@ -1,0 +1,256 @@
+"""Sessions and their calls: routing, pauses, moves.
+
+Each handler validates first and then changes. A session that moves belongs to its destination at once; only its KV
+may still be on the way.
+"""
+
+from __future__ import annotations
+
+from . import checks, router
+from .commands import MoveSession, RouteCall
+from .errors import BadValueError, LateOutcomeError
+from .events import CallEnded, CallRequested, MoveDone, MoveFailed, SessionEnded, SessionStarted
+from .ids import CellState, SessionPhase
+from .records import Cell, Session
+from .world import World
+
+__all__ = ["abandon_move", "end_session", "leave_cell", "rehome", "route", "serve_waiting", "start_move"]
+
+P = SessionPhase
+
+
+def started(w: World, ev: SessionStarted) -> None:
+    """A conversation begins; it gets a home with its first call."""
+    execution = checks.execution(w, ev, ev.execution)
+    if ev.session in w.sessions:
+        checks.refuse(BadValueError, w, ev, "a session of this name is live", ev.session)
+    session = Session(ev.session, execution, w.now)
+    w.sessions[ev.session] = session
+    if not execution.sessions:
+        w.bare -= 1
+    execution.sessions[ev.session] = session
+
+
+def ended(w: World, ev: SessionEnded) -> None:
+    """A conversation is over."""
+    end_session(w, checks.session(w, ev, ev.session), "ended")
+
+
+def end_session(w: World, session: Session, why: str) -> None:
+    """Forget a session and everything under way for it."""
+    execution = session.execution
+    _drop_move(w, session)
+    w.waiting.pop(session.id, None)
+    w.set_phase(session, P.PAUSED)
+    cell = w.detach(session)
+    w.kv_held -= session.context
+    w.ended_contexts += session.context
+    w.ended_sessions += 1
+    del w.sessions[session.id]
+    del execution.sessions[session.id]
+    if not execution.sessions:
+        w.bare += 1
+    w.dirty = True
+    w.note(session, "{}", why)
+    w.bury(f"session {session.id}", session.notes)
+    if cell is not None and cell.state is CellState.DRAINING:
+        w.touched.append(cell)
+
+
+def requested(w: World, ev: CallRequested) -> None:
+    """A session wants a call."""
+    session = checks.session(w, ev, ev.session)
+    checks.finite(w, ev, prompt_tokens=ev.prompt_tokens)
+    w.set_context(session, ev.prompt_tokens)
+    if session.phase is P.MOVING:
+        session.wants = True
+        return
+    home = session.home
+    if home is not None:
+        if router.serves(home, session):
+            other = router.better_home(w, session, home)
+            if other is None:
+                w.set_phase(session, P.CALLING)
+                w.out.append(RouteCall(session.id, home.id, "home"))
+                return
+            why = f"{home.id} has load {home.load():.2f}, {other.id} only {other.load():.2f}"
+            _go_elsewhere(w, session, other, why)
+            return
+        found = router.choose(w, session, ev.prefix)
+        if found is not None:
+            _go_elsewhere(w, session, found[0], f"{home.id} is {home.state} at v{home.version}")
+            return
+        if home.state is not CellState.DRAINING:
+            w.set_phase(session, P.WAITING)
+            w.waiting[session.id] = session
+            return
+        leave_cell(w, session)
+    route(w, session, ev.prefix)
+
+
+def route(w: World, session: Session, prefix: tuple[int, ...] = ()) -> bool:
+    """Find a cell for a homeless session that wants a call; else let it wait."""
+    found = router.choose(w, session, prefix)
+    if found is None:
+        w.set_phase(session, P.WAITING)
+        w.waiting[session.id] = session
+        return False
+    cell, why = found
+    w.waiting.pop(session.id, None)
+    if session.home is None:
+        w.attach(session, cell)
+        w.note(session, "routed to {}: {}", cell.id, why)
+    w.set_phase(session, P.CALLING)
+    if prefix:
+        router.learn_prefix(w, cell, prefix)
+    w.out.append(RouteCall(session.id, cell.id, why))
+    return True
+
+
+def serve_waiting(w: World) -> None:
+    """Cells became able to serve: let waiting sessions go, oldest first, as far as there is a cell for them."""
+    if not w.waiting or not w.rollout.members:
+        return
+    newest = max(cell.version for cell in w.rollout.members.values())
+    for session in list(w.waiting.values()):
+        if session.execution.group.version > newest:
+            continue
+        home = session.home
+        if home is not None and router.serves(home, session):
+            del w.waiting[session.id]
+            w.set_phase(session, P.CALLING)
+            w.out.append(RouteCall(session.id, home.id, "home serves again"))
+            continue
+        if home is not None:
+            leave_cell(w, session)
+        route(w, session)
+
+
+def call_ended(w: World, ev: CallEnded) -> None:
+    """A call was answered: the session pauses in its tool."""
+    session = checks.session(w, ev, ev.session)
+    checks.finite(w, ev, context_tokens=ev.context_tokens, pause_s=ev.pause_s)
+    if session.phase is P.PAUSED:
+        checks.refuse(LateOutcomeError, w, ev, "the session is in no call", ev.session)
+    w.set_context(session, ev.context_tokens)
+    if session.phase is P.MOVING:
+        session.wants = False
+        return
+    w.waiting.pop(session.id, None)
+    w.set_phase(session, P.PAUSED)
+    home = session.home
+    if home is not None and home.state is CellState.DRAINING:
+        w.touched.append(home)
+
+
+def move_done(w: World, ev: MoveDone) -> None:
+    """A session arrived."""
+    session = _moving(w, ev, ev.move, ev.session)
+    checks.finite(w, ev, bytes=ev.bytes, tokens=ev.tokens, seconds=ev.seconds)
+    if ev.carried:
+        w.costs.moved(ev.bytes, ev.tokens, ev.seconds)
+        w.note(session, "KV arrived: {} tokens, {} bytes in {:.3f} s", ev.tokens, ev.bytes, ev.seconds)
+    else:
+        w.note(session, "arrived without its KV")
+    _arrive(w, session)
+
+
+def move_failed(w: World, ev: MoveFailed) -> None:
+    """The KV did not come; the session prefills again where it is."""
+    session = _moving(w, ev, ev.move, ev.session)
+    w.note(session, "KV did not arrive ({}): {}", "refused" if ev.refused else "failed", ev.reason)
+    _arrive(w, session)
+
+
+def _moving(w: World, ev: MoveDone | MoveFailed, move: int, name: str) -> Session:
+    session = w.moves.get(move)
+    if session is None:
+        if not (isinstance(move, int) and 0 < move < w.next_move):
+            checks.refuse(BadValueError, w, ev, f"move {move} was never asked for", name)
+        checks.refuse(LateOutcomeError, w, ev, f"move {move} is no longer awaited", name)
+    if session.id != name:
+        checks.refuse(BadValueError, w, ev, f"move {move} is of session {session.id!r}", session.id)
+    return session
+
+
+def _arrive(w: World, session: Session) -> None:
+    _drop_move(w, session)
+    wants, session.wants = session.wants, False
+    w.set_phase(session, P.PAUSED)
+    home = session.home
+    if not wants:
+        if home is not None and home.state is CellState.DRAINING:
+            w.touched.append(home)
+        return
+    if home is not None and router.serves(home, session):
+        w.set_phase(session, P.CALLING)
+        w.out.append(RouteCall(session.id, home.id, "moved here"))
+        return
+    if home is not None:
+        leave_cell(w, session)
+    route(w, session)
+
+
+def _drop_move(w: World, session: Session) -> None:
+    """A move is over, whatever became of it: its source is free of it."""
+    src = session.src
+    if src is not None:
+        del w.moves[session.move]
+        session.src = None
+        src.moves_out -= 1
+        if src.state is CellState.DRAINING:
+            w.touched.append(src)
+
+
+def abandon_move(w: World, session: Session, why: str) -> None:
+    """A cell of a move is gone: the session stays where it belongs, and its KV is not awaited any more."""
+    if session.src is None:
+        return
+    w.note(session, "move given up: {}", why)
+    home = session.home
+    if home is None or home.state is CellState.LOST:
+        _drop_move(w, session)
+    else:
+        _arrive(w, session)
+
+
+def _go_elsewhere(w: World, session: Session, dst: Cell, why: str) -> None:
+    """A session that wants a call leaves its home for ``dst``."""
+    if w.config.carry_kv and w.costs.carry_pays(session.context):
+        session.wants = True
+        start_move(w, session, dst, True, False, why)
+        return
+    rehome(w, session, dst, why)
+    w.set_phase(session, P.CALLING)
+    w.out.append(RouteCall(session.id, dst.id, why))
+
+
+def rehome(w: World, session: Session, dst: Cell, why: str) -> None:
+    """Give a session another home without its KV: nothing has to be done for that but prefilling later."""
+    leave_cell(w, session)
+    w.attach(session, dst)
+    w.note(session, "now on {}, to be prefilled again: {}", dst.id, why)
+
+
+def leave_cell(w: World, session: Session) -> None:
+    """Take a session off its home."""
+    cell = w.detach(session)
+    if cell is not None and cell.state is CellState.DRAINING:
+        w.touched.append(cell)
+
+
+def start_move(w: World, session: Session, dst: Cell, carry: bool, interrupt: bool, why: str) -> None:
+    """Ask for a session to be brought to ``dst``, which owns it from now on."""
+    src = session.home
+    assert src is not None
+    w.set_phase(session, P.MOVING)
+    leave_cell(w, session)
+    w.attach(session, dst)
+    session.src = src
+    session.move = w.next_move
+    w.next_move += 1
+    w.moves[session.move] = session
+    src.moves_out += 1
+    how = "with its KV" if carry else "without its KV"
+    w.note(session, "moves {} → {} {}: {}", src.id, dst.id, how, why)
+    w.out.append(MoveSession(session.move, session.id, src.id, dst.id, carry, interrupt, session.context, why))

@@ -1,0 +1,101 @@
+"""When cells turn: pure functions from a view to the turns to begin now.
+
+A policy is called after every event that may matter, again after each turn it began, until it begins none. It holds
+no state; all it may know is in the ``View``. Any callable of this shape is a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .ids import CellId, CellState, Role
+from .view import View
+
+__all__ = ["POLICIES", "Policy", "Turn", "colocate", "static", "watermark"]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Turn ``cell`` to ``role``; ``reason`` carries the numbers."""
+
+    cell: CellId
+    role: Role
+    reason: str
+
+
+Policy: TypeAlias = Callable[[View], Sequence[Turn]]
+
+
+def static(view: View) -> Sequence[Turn]:
+    """Nobody turns: the split in which the cells joined stays. The asynchronous baseline."""
+    del view
+    return ()
+
+
+def watermark(view: View) -> Sequence[Turn]:
+    """One cell at a time: release the idlest below the low mark while data waits, claim back above the high mark."""
+    if view.transit_room <= 0:
+        return ()
+    claim = _claim(view)
+    return claim or _release(view)
+
+
+def _claim(view: View) -> Sequence[Turn]:
+    cfg = view.config
+    load = view.utilisation()
+    if load > cfg.high:
+        cell = view.satellite(idle_only=False)
+        if cell is not None:
+            return (Turn(cell.id, Role.ROLLOUT, f"demand {load:.2f} is above the high mark {cfg.high}"),)
+    elif load > cfg.low and not view.ready_tokens:
+        cell = view.satellite(idle_only=True)
+        if cell is not None:
+            why = f"nothing to train, and demand {load:.2f} is above the low mark {cfg.low}"
+            return (Turn(cell.id, Role.ROLLOUT, why),)
+    return ()
+
+
+def _release(view: View) -> Sequence[Turn]:
+    cfg = view.config
+    if not view.ready_tokens or view.rollout_count <= cfg.keep_rollout:
+        return ()
+    trainers = view.train_count + view.arriving_train
+    backlog = view.costs.train_seconds(view.ready_tokens)
+    price = cfg.switch_margin * view.costs.round_trip()
+    if backlog <= trainers * price:
+        return ()
+    cell = view.idlest()
+    if cell is None:
+        return ()
+    load = view.utilisation(without=cell, arriving=False)
+    if load > cfg.low:
+        return ()
+    why = (
+        f"{view.ready_tokens} tokens ready ({backlog:.1f} s for one cell, {trainers} train, a loan costs "
+        f"{price:.1f} s); without it demand is {load:.2f} of capacity, low mark {cfg.low}"
+    )
+    return (Turn(cell.id, Role.TRAIN, why),)
+
+
+def colocate(view: View) -> Sequence[Turn]:
+    """All cells sample, then all train: the synchronous baseline. The core cell turns with the others."""
+    if view.live_executions == 0 and (view.undone_batches or view.sealed or view.building_groups):
+        return tuple(
+            Turn(cell.id, Role.TRAIN, "everything admitted has ended")
+            for cell in view.cells()
+            if cell.state is CellState.ROLLOUT
+        )
+    trained = not (view.undone_batches or view.sealed or view.building_groups or view.held_groups)
+    if trained and view.live_executions and view.published == view.step:
+        return tuple(
+            Turn(cell.id, Role.ROLLOUT, "everything that ended has trained")
+            for cell in view.cells()
+            if cell.state is CellState.TRAIN
+        )
+    return ()
+
+
+POLICIES: dict[str, Policy] = {"static": static, "colocate": colocate, "watermark": watermark}
+"""Policies by name."""

@@ -1,0 +1,166 @@
+"""What the machine remembers of each thing, in slots.
+
+Mutable, private to the machine: the outside sees ``view.py``. Two hundred thousand sessions live in these, so they
+hold references and small numbers, and notes are tuples that are put into words only when somebody asks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from .events import Batch
+from .ids import CellId, CellState, EndStatus, Role, SessionPhase
+
+Note: TypeAlias = tuple[Any, ...]
+"""(time, format, *arguments)"""
+
+MAX_NOTES = 8
+
+
+def add_note(notes: list[Note], note: Note, limit: int = MAX_NOTES) -> None:
+    """Remember ``note``; beyond ``limit`` the oldest but the first are forgotten."""
+    notes.append(note)
+    if len(notes) > limit:
+        del notes[1]
+
+
+class Cell:
+    """One life of a cell."""
+
+    __slots__ = (
+        "calling",
+        "core",
+        "id",
+        "kv_held",
+        "kv_tokens",
+        "lease",
+        "moves_out",
+        "notes",
+        "order",
+        "quiet",
+        "report",
+        "role",
+        "role_since",
+        "sessions",
+        "since",
+        "slots",
+        "state",
+        "syncing",
+        "target",
+        "trains_from",
+        "version",
+    )
+
+    def __init__(self, cell: CellId, core: bool, order: int, now: float) -> None:
+        self.id = cell
+        self.core = core
+        self.order = order
+        self.state = CellState.JOINING
+        self.role: Role | None = None
+        self.target: Role | None = None
+        """Role it is on its way to, from DRAINING or FLUSHING on."""
+        self.slots = 0
+        self.kv_tokens = 0
+        self.version = -1
+        self.syncing: int | None = None
+        self.sessions: dict[str, Session] = {}
+        self.calling = 0
+        self.kv_held = 0
+        self.moves_out = 0
+        self.quiet = False
+        """The engine confirmed that it takes no new calls."""
+        self.lease: Lease | None = None
+        self.report: tuple[int, int, int] | None = None
+        self.since = now
+        self.role_since = now
+        self.trains_from = 0
+        """Trainer version when it became TRAIN."""
+        self.notes: list[Note] = []
+
+    def load(self) -> float:
+        """Sessions against slots or KV against cache, whichever is fuller."""
+        return max(len(self.sessions) / self.slots, self.kv_held / self.kv_tokens)
+
+
+class Session:
+    """One conversation. ``home`` is the one cell that owns it. While a move is under way the destination is already
+    its home and ``src`` is the cell that its KV comes from; ``wants``: its caller waits for a route meanwhile.
+    """
+
+    __slots__ = ("context", "execution", "home", "id", "move", "notes", "phase", "since", "src", "wants")
+
+    def __init__(self, name: str, execution: Execution, now: float) -> None:
+        self.id = name
+        self.execution = execution
+        self.home: Cell | None = None
+        self.src: Cell | None = None
+        self.wants = False
+        self.move = 0
+        self.phase = SessionPhase.PAUSED
+        self.context = 0
+        self.since = now
+        self.notes: list[Note] = []
+
+
+class Execution:
+    """One attempt at a task."""
+
+    __slots__ = ("attempt", "cut", "deadline", "group", "id", "notes", "running", "sessions", "started", "status")
+
+    def __init__(self, name: str, group: Group) -> None:
+        self.id = name
+        self.group = group
+        self.attempt = 0
+        self.running = False
+        self.cut = False
+        self.started = 0.0
+        self.deadline: float | None = None
+        self.status: EndStatus | None = None
+        self.sessions: dict[str, Session] = {}
+        self.notes: list[Note] = []
+
+
+class Group:
+    """The attempts at one task inside one step."""
+
+    __slots__ = ("executions", "id", "notes", "size", "stage", "step", "unfinished", "version")
+
+    def __init__(self, name: str, size: int) -> None:
+        self.id = name
+        self.size = size
+        self.version = -1
+        """Policy version at admission: no token of the group is older."""
+        self.stage = "queued"
+        """queued → running → ended → building → batched (then trained, or dropped at any point)"""
+        self.step = -1
+        self.unfinished = size
+        self.executions: dict[str, Execution] = {}
+        self.notes: list[Note] = []
+
+
+class MicroBatch:
+    """A ledger line. ``lease`` while somebody computes it, ``done`` once its gradient is in the sum."""
+
+    __slots__ = ("batch", "done", "failures", "group", "lease")
+
+    def __init__(self, batch: Batch, group: str) -> None:
+        self.batch = batch
+        self.group = group
+        self.lease: int | None = None
+        self.done = False
+        self.failures = 0
+
+
+class Lease:
+    """The right of one cell to compute some micro-batches."""
+
+    __slots__ = ("batches", "cell", "id", "notes", "recalled", "since", "step")
+
+    def __init__(self, number: int, cell: Cell, step: int, batches: tuple[MicroBatch, ...], now: float) -> None:
+        self.id = number
+        self.cell = cell
+        self.step = step
+        self.batches = batches
+        self.recalled = False
+        self.since = now
+        self.notes: list[Note] = []
