@@ -124,6 +124,14 @@ class DropGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupEvaluated:
+    """All ``executions`` of an evaluation group have ended for good. No answer needed."""
+
+    group: str
+    executions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GrantLease:
     """Compute the gradient of ``batches`` on ``cell``. → ContributionCommitted, LeaseFailed"""
 
@@ -180,6 +188,7 @@ Command: TypeAlias = (
     | CutExecution
     | BuildGroup
     | DropGroup
+    | GroupEvaluated
     | GrantLease
     | RecallLease
     | SealStep

@@ -41,6 +41,8 @@ class SchedConfig:
     (at least one always may).
     """
 
+    first_version: int = 0
+    """Policy version the run starts from: a resumed run goes on with the step of that number."""
     groups_per_step: int = 1
     max_staleness: int = 1
     low: float = 0.7
@@ -90,6 +92,7 @@ class SchedConfig:
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"SchedConfig.{f.name} is {value}; expected a finite number")
         least = {
+            "first_version": 0,
             "groups_per_step": 1,
             "max_staleness": 0,
             "dwell_s": 0,

@@ -68,6 +68,9 @@ class CellDriver(Protocol):
     async def drop_group(self, group: str, reason: str) -> None:
         """Forget a group of which too little is left."""
 
+    async def evaluated(self, group: str, executions: tuple[str, ...]) -> None:
+        """Every execution of an evaluation group has ended for good."""
+
     async def lease(self, cell: CellId, lease: int, step: int, batches: tuple[str, ...]) -> None:
         """Start computing; post ``ContributionCommitted`` or ``LeaseFailed`` when it ends."""
 

@@ -128,11 +128,15 @@ class WeightsFailed:
 
 @dataclass(frozen=True, slots=True)
 class GroupQueued:
-    """A group of ``size`` executions wants to start. Answered by ``AdmitGroup`` when its turn comes."""
+    """A group of ``size`` executions wants to start. Answered by ``AdmitGroup`` when its turn comes.
+
+    ``evaluation``: it is judged, not trained: admitted at once, takes no seat, ends with ``GroupEvaluated``.
+    """
 
     time: float
     group: str
     size: int
+    evaluation: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,17 +18,17 @@ __all__ = ["Ledger"]
 class Ledger:
     """The open step and the leases on it. Step ``n`` starts from weights of version ``n``."""
 
-    def __init__(self) -> None:
-        self.version = 0
+    def __init__(self, first_version: int = 0, groups_per_step: int = 1) -> None:
+        self.version = first_version
         """Trainer version: the step that is open."""
-        self.published = 0
+        self.published = first_version
         self.seated: dict[str, Group] = {}
         """Groups of the open step (building or batched), in order."""
         self.ended: dict[str, Group] = {}
         """Groups that ended and have no seat yet, in order of ending."""
         self.outstanding: dict[str, Group] = {}
         """Admitted groups that have not been seated, in order of admission."""
-        self.admitted = 0
+        self.admitted = first_version * groups_per_step
         """Groups ever admitted that kept (or may still take) a seat."""
         self.batches: dict[str, MicroBatch] = {}
         self.ready: deque[MicroBatch] = deque()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 
 from . import checks
-from .commands import AdmitGroup, BuildGroup, CutExecution, DropGroup, RetryExecution
+from .commands import AdmitGroup, BuildGroup, CutExecution, DropGroup, GroupEvaluated, RetryExecution
 from .errors import BadValueError, DuplicateCommitError, LateOutcomeError
 from .events import CutAsked, ExecutionEnded, ExecutionStarted, GroupQueued, GroupsClosed
 from .ids import EndStatus
@@ -30,8 +30,11 @@ def queued(w: World, ev: GroupQueued) -> None:
         checks.refuse(BadValueError, w, ev, "a group of this name exists", ev.group)
     if w.closed:
         raise BadValueError(ev, "GroupsClosed was posted; no further group can be queued")
-    group = Group(ev.group, ev.size)
+    group = Group(ev.group, ev.size, ev.evaluation)
     w.groups[ev.group] = group
+    if group.evaluation:
+        _run(w, group, f"evaluation of v{w.ledger.published}")
+        return
     w.queue[ev.group] = group
     w.note(group, "queued with {} executions", ev.size)
     admit(w)
@@ -55,15 +58,18 @@ def admit(w: World) -> None:
             if load >= cfg.admit_load:
                 return
         name, group = w.queue.popitem(last=False)
-        group.stage = "running"
-        group.version = led.published
         led.admitted += 1
         led.outstanding[name] = group
-        w.unstarted += group.size
-        why = f"group {led.admitted} of {limit} at v{led.published} and staleness {cfg.max_staleness}"
-        w.note(group, "admitted: {}", why)
-        w.out.append(AdmitGroup(name, group.version, why))
-        w.dirty = True
+        _run(w, group, f"group {led.admitted} of {limit} at v{led.published} and staleness {cfg.max_staleness}")
+
+
+def _run(w: World, group: Group, why: str) -> None:
+    group.stage = "running"
+    group.version = w.ledger.published
+    w.unstarted += group.size
+    w.note(group, "admitted: {}", why)
+    w.out.append(AdmitGroup(group.id, group.version, why))
+    w.dirty = True
 
 
 def started(w: World, ev: ExecutionStarted) -> None:
@@ -121,6 +127,10 @@ def ended(w: World, ev: ExecutionEnded) -> None:
 
 def _complete(w: World, group: Group) -> None:
     """All members ended: the group trains with those that count, or leaves if too few are left."""
+    if group.evaluation:
+        w.out.append(GroupEvaluated(group.id, tuple(group.executions)))
+        retire(w, group, "evaluated")
+        return
     good = sum(1 for e in group.executions.values() if e.status is not None and e.status.trains)
     if good < min(w.config.min_group, group.size):
         why = f"{good} of {group.size} executions can train; at least {w.config.min_group} are needed"

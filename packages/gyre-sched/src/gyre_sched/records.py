@@ -123,11 +123,12 @@ class Execution:
 class Group:
     """The attempts at one task inside one step."""
 
-    __slots__ = ("executions", "id", "notes", "size", "stage", "step", "unfinished", "version")
+    __slots__ = ("evaluation", "executions", "id", "notes", "size", "stage", "step", "unfinished", "version")
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str, size: int, evaluation: bool = False) -> None:
         self.id = name
         self.size = size
+        self.evaluation = evaluation
         self.version = -1
         """Policy version at admission: no token of the group is older."""
         self.stage = "queued"

@@ -157,6 +157,11 @@ class View:
         """Every cell, lost ones included; looks at all of them."""
         return (look(cell) for cell in self._w.cells.values())
 
+    def cell(self, name: str) -> CellView | None:
+        """The latest life of the cell ``name``, if there ever was one."""
+        cell = self._w.cells.get(name)
+        return None if cell is None else look(cell)
+
     def dwelt(self, cell: Cell) -> bool:
         """Whether ``cell`` has been in its role long enough to be turned again."""
         return self._w.now - cell.role_since >= self._w.config.dwell_s or cell.role_since == 0.0

@@ -76,7 +76,7 @@ class World:
         self.next_move = 1
         self.prefixes: OrderedDict[int, int] = OrderedDict()
         """Prefix hash → order of the cell that last served it; least recently used first."""
-        self.ledger = Ledger()
+        self.ledger = Ledger(config.first_version, config.groups_per_step)
         self.costs = Costs(config.priors)
         self.deadlines: list[tuple[float, str]] = []
         """Heap of (time, execution) at which executions are cut."""
