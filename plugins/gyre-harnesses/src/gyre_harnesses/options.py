@@ -1,0 +1,133 @@
+"""Options of this plugin's components: plain frozen dataclasses, checked when made.
+
+Invariant: defaults give a component that works on any Linux host. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gyre_core.errors import ConfigError
+
+ISOLATION_LEVELS = ("auto", "namespaces", "landlock", "none")
+TOOL_NAMES = ("bash", "read", "write", "edit", "task")
+COMPACTION_MODES = ("none", "elide", "summary")
+
+
+def _one_of(owner: str, key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"reading {owner} option {key!r}", got=repr(value), expected=f"one of {', '.join(allowed)}")
+
+
+def _positive(owner: str, **values: float | None) -> None:
+    for key, value in values.items():
+        if value is not None and value <= 0:
+            raise ConfigError(f"reading {owner} option {key!r}", got=repr(value), expected="a number above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """Sandbox `local`: where workspaces are, how far they are isolated, and the limits of each command."""
+
+    root: str | None = None
+    """Folder of the workspaces; None: `workspaces` in the run's folder."""
+    isolation: str = "auto"
+    """`namespaces` (own user, mount, process, network and IPC namespaces), `landlock`, `none`, or `auto`: the first
+    of these that the kernel grants."""
+    require: bool = False
+    """With `auto`: refuse to start when the kernel grants less than `namespaces`."""
+    network: str = "none"
+    """`none`: a loopback of its own and nothing else; `host`: the host's network."""
+    visible: tuple[str, ...] = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
+    """Host folders that commands can read."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the clean environment of every command."""
+    memory_mb: int = 4096
+    """Address space of one process; 0: unlimited (node, for one, reserves more than that)."""
+    file_mb: int = 1024
+    """Largest file."""
+    disk_mb: int = 4096
+    """Of workspace, home and tmp together; a command that exceeds it is ended. Looked at four times a second."""
+    processes: int = 256
+    """Processes and threads of one workspace at a time."""
+    cpu_s: int = 3600
+    """CPU seconds of one process."""
+    open_files: int = 1024
+    uid_base: int = 210_000
+    """Started as root, workspace number n runs under user id `uid_base + n % 10000`."""
+    keep: bool = False
+    """Leave the folders of closed workspaces on disk."""
+
+    def __post_init__(self) -> None:
+        owner = "the sandbox 'local'"
+        _one_of(owner, "isolation", self.isolation, ISOLATION_LEVELS)
+        _one_of(owner, "network", self.network, ("none", "host"))
+        _positive(
+            owner,
+            file_mb=self.file_mb,
+            disk_mb=self.disk_mb,
+            processes=self.processes,
+            cpu_s=self.cpu_s,
+            open_files=self.open_files,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShellOptions:
+    """Harness `shell`: the tools it offers, its sub-agents, its compaction, its patience with the endpoint."""
+
+    tools: tuple[str, ...] = ("bash", "read", "write", "edit")
+    """Offered in this order; `task` lets the agent start sub-agents."""
+    descriptions: Mapping[str, str] = field(default_factory=dict)
+    """Tool name -> description, instead of the built-in one."""
+    system: str | None = None
+    """System message; a task's own takes precedence. None: no system message."""
+    shell: tuple[str, ...] = ("bash", "-c")
+    """Runs the command of tool `bash`, given as the last argument."""
+    sub_agent_turns: int = 16
+    """Model calls of one sub-agent."""
+    sub_agent_depth: int = 1
+    """How deep sub-agents may nest; 1: a sub-agent cannot start another."""
+    compact: str = "none"
+    """`none`; `elide`: old tool results become `elided_text`; `summary`: the conversation starts again from the
+    task and a summary that the model writes."""
+    compact_after_turns: int | None = None
+    """Compact once so many model calls were answered since the start or the last compaction."""
+    compact_tokens: int | None = None
+    """Compact once a call's prompt and answer together had so many tokens."""
+    compact_keep: int = 2
+    """`elide`: so many of the latest tool results stay."""
+    elided_text: str = "[elided]"
+    summary_prompt: str = (
+        "Your context is full and will be cleared. Write down for yourself what was done, what was found and what is "
+        "left to do. Only the task and what you write now will remain."
+    )
+    call_markers: tuple[str, ...] = ("<tool_call>",)
+    """An answer that holds one of these but no readable call is a spoilt call, not the end."""
+    retries: int = 8
+    """Further tries of a model call on connection errors, 429 and 5xx."""
+    retry_first_s: float = 0.2
+    """Pause before the first further try; doubles up to 10 s."""
+    send_seed: bool = True
+    """Send `seed`, derived from the execution's and the call's number."""
+    extra_body: Mapping[str, object] = field(default_factory=dict)
+    """Added to the body of every model call."""
+
+    def __post_init__(self) -> None:
+        owner = "the harness 'shell'"
+        _one_of(owner, "compact", self.compact, COMPACTION_MODES)
+        for name in (*self.tools, *self.descriptions):
+            _one_of(owner, "tools", name, TOOL_NAMES)
+        _positive(
+            owner,
+            sub_agent_turns=self.sub_agent_turns,
+            compact_after_turns=self.compact_after_turns,
+            compact_tokens=self.compact_tokens,
+        )
+        if self.compact != "none" and self.compact_after_turns is None and self.compact_tokens is None:
+            raise ConfigError(
+                f"reading {owner} option 'compact'",
+                got=f"{self.compact!r} without a trigger",
+                expected="compact_after_turns or compact_tokens to be set",
+            )

@@ -1,0 +1,32 @@
+"""What this plugin brings. Imports nothing but core's registration types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gyre_core.hookspecs import hookimpl
+from gyre_core.registration import Kind, Registration
+
+_OPTIONS = "gyre_harnesses.options"
+
+
+@hookimpl
+def gyre_register() -> Iterable[Registration]:
+    """The harness `shell` and the sandbox `local`."""
+    return [
+        Registration(
+            Kind.HARNESS,
+            "shell",
+            "gyre_harnesses.shell.harness:ShellHarness",
+            f"{_OPTIONS}:ShellOptions",
+            "small multi-turn agent with bash, read, write, edit and task tools, sub-agents and compaction",
+            requires=("aiohttp",),
+        ),
+        Registration(
+            Kind.SANDBOX,
+            "local",
+            "gyre_harnesses.sandbox.local:LocalSandbox",
+            f"{_OPTIONS}:LocalOptions",
+            "folders and processes of this host, isolated by namespaces or Landlock, with limits",
+        ),
+    ]

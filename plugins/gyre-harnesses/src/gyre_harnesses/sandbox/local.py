@@ -1,0 +1,254 @@
+"""Sandbox `local`: each workspace a folder with a keeper process that runs its commands, on this host.
+
+Invariant: paths that lead out of a workspace are refused; when `run` returned, no process of it is left; closing a
+workspace ends its keeper and removes its folder. What the kernel did not grant of the isolation asked for is in
+`LocalSandbox.isolation`, and an isolation asked for by name is granted or refused, never weakened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gyre_core import ComponentContext, ConfigError, ExecRequest, ExecResult, InfrastructureError
+
+from gyre_harnesses.options import LocalOptions
+from gyre_harnesses.sandbox import paths, snapshots
+from gyre_harnesses.sandbox.spawner import Channel, Spawner
+
+_PARTS = ("work", "home", "tmp", "root")
+_UIDS = 10_000
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """What workspaces really get."""
+
+    level: str
+    """`namespaces`, `landlock` or `none`."""
+    problems: tuple[str, ...] = ()
+    """What is open that should not be."""
+
+
+class LocalWorkspace:
+    """One execution's folder and keeper. Commands run one at a time."""
+
+    def __init__(
+        self, folder: str, channel: Channel, seen_at: Mapping[str, str], env: Mapping[str, str], *, keep: bool
+    ) -> None:
+        self._folder, self._channel, self._keep = folder, channel, keep
+        self._closed = False
+        self.inner_path = seen_at["work"]
+        """The workspace as its commands see it."""
+        self._env = {
+            "PATH": _PATH,
+            "HOME": seen_at["home"],
+            "TMPDIR": seen_at["tmp"],
+            "LANG": "C.UTF-8",
+            "USER": "agent",
+            **env,
+        }
+
+    @property
+    def path(self) -> str:
+        """Its folder on this host."""
+        return os.path.join(self._folder, "work")
+
+    async def run(self, request: ExecRequest) -> ExecResult:
+        """Run a command to its end or limit; see `gyre_core.Workspace.run`."""
+        header = {
+            "op": "run",
+            "argv": list(request.argv),
+            "env": {**self._env, **request.env},
+            "cwd": self._inside(request.cwd),
+            "timeout": request.timeout_s,
+            "output": request.output_bytes,
+        }
+        reply, output = await self._channel.request(header, request.stdin, request.timeout_s)
+        out = reply["out"]
+        return ExecResult(reply["exit"], output[:out], output[out:], reply["seconds"], reply["limit"], reply["dropped"])
+
+    def _inside(self, cwd: str) -> str:
+        """`cwd` is ours to check for where it leads; the rest is the isolation's."""
+        os.close(paths.open_beneath(self.path, cwd, os.O_RDONLY | os.O_DIRECTORY))
+        return cwd
+
+    async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
+        """At most `limit` bytes of a regular file inside."""
+        return paths.read_beneath(self.path, path, limit)
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Create or replace a file inside, with its parents."""
+        paths.write_beneath(self.path, path, data)
+
+    async def list(self, path: str = ".") -> Sequence[str]:
+        """Relative paths of all regular files below `path`, sorted."""
+        return paths.list_beneath(self.path, path)
+
+    async def snapshot(self, location: str) -> None:
+        """The folder at rest, as a tar file at `location`."""
+        await asyncio.to_thread(snapshots.save, self.path, location)
+
+    async def close(self) -> None:
+        """End the keeper with all it runs and delete the folder."""
+        if self._closed:
+            return
+        self._closed = True
+        self._channel.close()
+        if not self._keep:
+            await asyncio.to_thread(remove, self._folder)
+
+
+def remove(folder: str) -> None:
+    """Delete a folder whatever modes its owner gave to what is in it; InfrastructureError when something stays."""
+
+    def open_up(_function: object, path: str, _info: object) -> None:
+        with contextlib.suppress(OSError):
+            os.chmod(os.path.dirname(path), stat.S_IRWXU)
+        with contextlib.suppress(OSError):
+            if not os.path.islink(path):
+                os.chmod(path, stat.S_IRWXU)
+
+    for _ in range(50):
+        shutil.rmtree(folder, onerror=open_up)
+        if not os.path.lexists(folder):
+            return
+    raise InfrastructureError(f"deleting the workspace {folder}", got="files that stay", fix="Delete it by hand.")
+
+
+class LocalSandbox:
+    """Makes local workspaces. `Class(options, context)` as registrations require."""
+
+    def __init__(self, options: LocalOptions | None, context: ComponentContext) -> None:
+        self.options = options or LocalOptions()
+        self._base = self.options.root or os.path.join(context.run_dir, "workspaces")
+        self._spawner = Spawner()
+        self._workspaces: set[LocalWorkspace] = set()
+        self._made = 0
+        self._isolation: Isolation | None = None
+        self._probe = asyncio.Lock()
+
+    async def isolation(self) -> Isolation:
+        """What the kernel grants of the isolation asked for, tried out once with a throwaway workspace."""
+        async with self._probe:
+            if self._isolation is None:
+                self._isolation = await self._find_isolation()
+            return self._isolation
+
+    async def _find_isolation(self) -> Isolation:
+        asked = self.options.isolation
+        refusals: list[str] = []
+        for level in ("namespaces", "landlock", "none") if asked == "auto" else (asked,):
+            folder = self._new_folder()
+            channel, hello = await self._spawner.keeper("probe", self._setup(folder, level))
+            channel.close()
+            remove(folder)
+            if "error" not in hello:
+                return Isolation(level, (*refusals, *hello["problems"]))
+            refusals.append(f"{level}: {hello['error']}")
+            if asked != "auto" or self.options.require:
+                break
+        raise ConfigError(
+            "starting the sandbox 'local'",
+            got="; ".join(refusals),
+            expected=f"isolation {asked!r}" + (" at the level 'namespaces'" if self.options.require else ""),
+            fix="Allow user namespaces on this host, or choose a lower isolation level.",
+        )
+
+    def _new_folder(self) -> str:
+        try:
+            os.makedirs(self._base, exist_ok=True)
+            folder = tempfile.mkdtemp(prefix="w", dir=self._base)
+            self._made += 1
+            for part in _PARTS:
+                os.mkdir(os.path.join(folder, part), 0o755)
+            if os.geteuid() == 0:
+                for path in (folder, *(os.path.join(folder, part) for part in _PARTS)):
+                    os.chown(path, self._uid(), self._uid())
+            return folder
+        except OSError as error:
+            raise InfrastructureError(
+                f"making a workspace folder in {self._base}",
+                got=str(error),
+                expected="room and the right to write there",
+            ) from error
+
+    def _uid(self) -> int:
+        return self.options.uid_base + self._made % _UIDS if os.geteuid() == 0 else os.geteuid()
+
+    def _setup(self, folder: str, level: str) -> dict[str, object]:
+        options = self.options
+        mb = 1 << 20
+        return {
+            "folder": os.path.abspath(folder),
+            "isolation": level,
+            "uid": os.stat(folder).st_uid,
+            "network": options.network,
+            "visible": list(options.visible),
+            "memory_bytes": options.memory_mb * mb,
+            "file_bytes": options.file_mb * mb,
+            "disk_bytes": options.disk_mb * mb,
+            "processes": options.processes,
+            "cpu_s": options.cpu_s,
+            "open_files": options.open_files,
+        }
+
+    async def _workspace(self, name: str, folder: str) -> LocalWorkspace:
+        level = (await self.isolation()).level
+        channel, hello = await self._spawner.keeper(name, self._setup(folder, level))
+        if "error" in hello:
+            raise InfrastructureError(f"making workspace {name!r}", got=hello["error"], expected=f"isolation {level!r}")
+        workspace = LocalWorkspace(folder, channel, hello["seen"], self.options.env, keep=self.options.keep)
+        self._workspaces.add(workspace)
+        return workspace
+
+    async def create(self, name: str, files: Mapping[str, bytes]) -> LocalWorkspace:
+        """A fresh workspace with these files."""
+        folder = self._new_folder()
+        try:
+            for path, data in files.items():
+                paths.write_beneath(os.path.join(folder, "work"), path, data)
+            return await self._workspace(name, folder)
+        except OSError as error:
+            remove(folder)
+            if error.errno in (errno.EPERM, errno.EACCES):
+                raise ConfigError(f"filling workspace {name!r}", got=str(error), expected="paths inside it") from error
+            raise InfrastructureError(f"filling workspace {name!r}", got=str(error), expected="room on disk") from error
+        except BaseException:
+            remove(folder)
+            raise
+
+    async def restore(self, name: str, location: str) -> LocalWorkspace:
+        """A workspace as `LocalWorkspace.snapshot` left it."""
+        folder = self._new_folder()
+        work = os.path.join(folder, "work")
+        try:
+            await asyncio.to_thread(snapshots.load, location, work)
+            _give(work, os.stat(folder).st_uid)
+            return await self._workspace(name, folder)
+        except BaseException:
+            remove(folder)
+            raise
+
+    async def close(self) -> None:
+        """End all workspaces and the spawner."""
+        for workspace in list(self._workspaces):
+            await workspace.close()
+        self._workspaces.clear()
+        self._spawner.close()
+
+
+def _give(folder: str, uid: int) -> None:
+    """Make `uid` the owner of all that is in `folder`; a no-op unless we are root."""
+    if os.geteuid() == 0:
+        for _, folders, files, fd in os.fwalk(folder, follow_symlinks=False):
+            for entry in (".", *folders, *files):
+                os.chown(entry, uid, uid, dir_fd=fd, follow_symlinks=False)

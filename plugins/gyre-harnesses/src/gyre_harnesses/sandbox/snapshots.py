@@ -1,0 +1,60 @@
+"""A workspace at rest as one tar file.
+
+Invariant: a snapshot is there whole or not at all (written beside, synced, renamed); restoring never writes outside the
+folder it restores to, whatever the file holds. Not here: when to take one.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+
+from gyre_core.errors import InfrastructureError
+
+
+def save(folder: str, location: str) -> None:
+    """Put `folder` into the tar file `location`, atomically. Links stay links; sockets and pipes are left out."""
+    partial = f"{location}.{os.getpid()}.partial"
+    try:
+        with open(partial, "wb") as raw:
+            with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as tar:
+                tar.add(folder, arcname=".", filter=_plain)
+            raw.flush()
+            os.fsync(raw.fileno())
+        os.replace(partial, location)
+    except OSError as error:
+        if os.path.exists(partial):
+            os.unlink(partial)
+        raise InfrastructureError(
+            f"saving a workspace to {location}", got=str(error), expected="room and the right to write there"
+        ) from error
+
+
+def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member if member.isreg() or member.isdir() or member.issym() or member.islnk() else None
+
+
+def load(location: str, folder: str) -> None:
+    """Fill the empty `folder` from a snapshot; InfrastructureError when the file is missing, cut or not a snapshot."""
+    links: set[str] = set()
+
+    def safe(member: tarfile.TarInfo, _: str) -> tarfile.TarInfo:
+        parts = [part for part in member.name.split("/") if part not in ("", ".")]
+        through_link = any("/".join(parts[:n]) in links for n in range(1, len(parts)))
+        if ".." in parts or member.name.startswith("/") or through_link or _plain(member) is None:
+            raise tarfile.ReadError(f"member {member.name!r} is not of a workspace")
+        if member.islnk() and (".." in member.linkname.split("/") or member.linkname.startswith("/")):
+            raise tarfile.ReadError(f"hard link {member.name!r} leads out")
+        if member.issym():
+            links.add("/".join(parts))
+        return member
+
+    try:
+        with tarfile.open(location) as tar:
+            tar.extractall(folder, filter=safe)
+    except (OSError, tarfile.TarError) as error:
+        raise InfrastructureError(
+            f"restoring a workspace from {location}", got=f"{type(error).__name__}: {error}", expected="a snapshot"
+        ) from error
