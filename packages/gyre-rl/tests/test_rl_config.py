@@ -290,3 +290,20 @@ def test_values_are_not_converted_by_guess(plugins):
         'got "3", expected a whole number',
         "got 4, expected text",
     ]
+
+
+def test_the_schedulers_section_has_the_names_and_defaults_of_gyre_sched(plugins):
+    from gyre_rl.config.scheduling import sched_config
+    from gyre_sched import SchedConfig
+
+    config = loads(SMALL + "[rollout]\nmax_staleness = 3\nretries = 5\n[scheduler]\nlow = 0.5\n", "/", plugins)
+    made = sched_config(config, first_version=7)
+    expected = SchedConfig(first_version=7, groups_per_step=8, max_staleness=3, max_retries=5, low=0.5)
+    assert made == expected
+
+
+def test_what_the_scheduler_refuses_is_a_problem_of_its_section(plugins):
+    (problem,) = problems_of(SMALL + "[scheduler]\nlow = 0.9\nhigh = 0.5\n", plugins)
+    assert problem.startswith("text:5: scheduler: watermarks are low=0.9, high=0.5")
+    (problem,) = problems_of(SMALL + '[scheduler]\npolicy = "watermarks"\n', plugins)
+    assert problem.endswith("did you mean 'watermark'?")

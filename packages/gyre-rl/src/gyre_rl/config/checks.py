@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gyre_rl.config.problems import Problem
+from gyre_sched import POLICIES
+from gyre_sched.errors import ConfigError as SchedulerRefusal
+
+from gyre_rl.config.problems import Problem, nearest
+from gyre_rl.config.scheduling import sched_config
 from gyre_rl.config.schema import RunConfig
 
 
 def cross_checks(config: RunConfig) -> list[Problem]:
     """Every problem between sections."""
-    return [*_cells(config), *_rollout(config), *_name(config)]
+    return [*_cells(config), *_rollout(config), *_scheduler(config), *_name(config)]
 
 
 def _cells(config: RunConfig) -> Iterator[Problem]:
@@ -40,6 +44,18 @@ def _rollout(config: RunConfig) -> Iterator[Problem]:
         )
     if config.eval.split == rollout.split:
         yield Problem("eval.split", f"got {rollout.split!r}, the split that is trained on; expected another one")
+
+
+def _scheduler(config: RunConfig) -> Iterator[Problem]:
+    policy = config.scheduler.policy
+    if policy not in POLICIES:
+        near = nearest(policy, POLICIES)
+        hint = f"; did you mean {near!r}?" if near else ""
+        yield Problem("scheduler.policy", f"got {policy!r}, expected one of {', '.join(sorted(POLICIES))}{hint}")
+    try:
+        sched_config(config)
+    except SchedulerRefusal as refusal:
+        yield Problem("scheduler", str(refusal).replace("SchedConfig.", ""))
 
 
 def _name(config: RunConfig) -> Iterator[Problem]:

@@ -108,15 +108,70 @@ class LossConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CostsConfig:
+    """What the scheduler assumes until it has measured; its figures replace these one by one."""
+
+    to_train_s: Annotated[float, Meta(ge=0)] = 5.0
+    """Seconds of a change of role to TRAIN."""
+    to_rollout_s: Annotated[float, Meta(ge=0)] = 5.0
+    """Seconds of a change of role to ROLLOUT."""
+    sync_s: Annotated[float, Meta(ge=0)] = 2.0
+    """Seconds that an engine takes to load new weights."""
+    kv_bytes_per_token: Annotated[float, Meta(gt=0)] = 100_000.0
+    """Bytes of KV that one token of context holds."""
+    kv_bytes_per_s: Annotated[float, Meta(gt=0)] = 10e9
+    """Bytes per second that KV moves with."""
+    kv_setup_s: Annotated[float, Meta(ge=0)] = 0.05
+    """Seconds before the first byte of a move."""
+    prefill_tps: Annotated[float, Meta(gt=0)] = 8_000.0
+    """Tokens per second that one cell prefills, on short contexts."""
+    prefill_quadratic: Annotated[float, Meta(ge=0)] = 0.0
+    """Slow-down per token of context: n tokens take n / prefill_tps * (1 + prefill_quadratic * n / 2) seconds."""
+    train_tps: Annotated[float, Meta(gt=0)] = 10_000.0
+    """Tree tokens per second that one cell trains."""
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """When cells change their role."""
+    """When cells change their role. Loads and marks are shares of sampling capacity."""
 
     policy: str = "watermark"
-    """Policy by name."""
-    min_dwell_s: Annotated[float, Meta(ge=0)] = 2.0
-    """Seconds that a cell stays in a role before it may be turned again."""
-    move_kv: bool = True
-    """Carry the KV of sessions that leave a draining cell where that is cheaper than prefilling again."""
+    """Policy of gyre-sched by name."""
+    low: float = 0.7
+    """Demand below which the idlest rollout cell is released to TRAIN, while data is ready."""
+    high: float = 0.95
+    """Demand above which a satellite is claimed back to ROLLOUT."""
+    dwell_s: float = 0.0
+    """Seconds that a cell stays in a role at least."""
+    switch_margin: float = 1.0
+    """A switch must bring this many times its measured cost."""
+    max_in_transit: float = 0.05
+    """Share of all cells that may change role at once; one always may."""
+    keep_rollout: int = 1
+    """Rollout cells that are never released."""
+    pause_weight: float = 1.0
+    """How much of a slot a session in a tool pause is expected to need, 0 to 1."""
+    growth_horizon_s: float = 30.0
+    """Seconds for which contexts must still fit when they grow at the measured rate."""
+    pause_wait_s: float = 2.0
+    """Seconds that a draining cell waits for a running call to reach its pause before it interrupts it."""
+    carry_kv: bool = True
+    """Carry the KV of sessions that leave a cell where that is cheaper than prefilling again."""
+    join_midway: bool = True
+    """Satellites may join a step that is already running; else only once it is sealed."""
+    admit_load: float | None = None
+    """Admit a group only while demand is below this share of the whole cluster's capacity; always when absent."""
+    min_group: int = 2
+    """A group trains with the members that are left if there are at least this many (or all of a smaller one)."""
+    cut_after_s: float | None = None
+    """Seconds after which an execution is cut and scored for what it reached; never when absent."""
+    cut_tail_share: float = 0.0
+    """Cut a step's last executions once they are at most this share of it and training waits for them alone."""
+    max_lease_batches: int = 4
+    """Micro-batches in one lease."""
+    tick_s: float = 1.0
+    """Seconds between two looks when nothing happens."""
+    priors: CostsConfig = field(default_factory=CostsConfig)
 
 
 @dataclass(frozen=True, slots=True)

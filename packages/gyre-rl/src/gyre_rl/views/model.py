@@ -20,6 +20,8 @@ from gyre_rl.views import events as ev
 
 RECENT = 8
 """Switches and notices that are remembered."""
+SCORES = 60
+"""Steps whose scores are remembered."""
 RATE_SAMPLES = 12
 """Load samples that token rates are computed over."""
 
@@ -100,6 +102,8 @@ class RunState:
     steps_applied: int = 0
     version: int = 0
     last_step: ev.StepApplied | None = None
+    scores: tuple[float, ...] = ()
+    """Mean scores of the last steps."""
     first_eval: ev.Evaluated | None = None
     last_eval: ev.Evaluated | None = None
     running: Mapping[str, int] = field(default_factory=dict)
@@ -240,6 +244,7 @@ def _step_applied(state: RunState, event: ev.StepApplied, time: float) -> RunSta
     return replace(
         state,
         last_step=event,
+        scores=(*state.scores, event.score)[-SCORES:],
         version=event.version,
         steps_applied=event.step + 1,
         open_steps={number: view for number, view in state.open_steps.items() if number > event.step},
