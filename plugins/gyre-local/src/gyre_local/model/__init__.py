@@ -1,0 +1,1 @@
+"""Architecture, weights and forward pass of the models the embedded engine runs."""

@@ -1,0 +1,93 @@
+"""Options of the embedded engine and trainer; import-light.
+
+Invariant: the defaults give a usable component on a laptop; a value that cannot work is refused when the options are
+made, with the field's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ENGINE_DTYPES = ("float32", "float64", "bfloat16", "float16")
+TRAINER_DTYPES = ("float32", "float64", "bfloat16")
+METHODS = ("packed", "dfs", "branches")
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not value > 0:
+            raise ValueError(f"options of {type(owner).__name__}: {name} is {value}, expected more than 0")
+
+
+def _one_of(owner: object, name: str, allowed: tuple[str, ...]) -> None:
+    value = getattr(owner, name)
+    if value not in allowed:
+        raise ValueError(
+            f"options of {type(owner).__name__}: {name} is {value!r}, expected one of {', '.join(allowed)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEngineOptions:
+    """How the embedded engine is sized. Counts are of tokens unless said otherwise."""
+
+    dtype: str = "float32"
+    kv_tokens: int = 32768
+    """Size of the paged KV pool; rounded up to whole blocks."""
+    block_tokens: int = 16
+    max_running: int = 32
+    """Calls in one batch."""
+    max_context: int = 0
+    """Prompt plus sampled tokens of one call; 0 means all the model allows. Never more than the pool."""
+    prefill_tokens: int = 512
+    """Prompt tokens computed in one forward pass, beside the decode rows."""
+    chunk_tokens: int = 16
+    """Sampled tokens gathered before a chunk is handed out; the end of a call hands out what there is."""
+    chunk_seconds: float = 0.1
+    """A chunk is handed out after this long even if it is small."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "kv_tokens", "block_tokens", "max_running", "prefill_tokens", "chunk_tokens")
+        _one_of(self, "dtype", ENGINE_DTYPES)
+        if self.max_context < 0 or self.chunk_seconds < 0:
+            raise ValueError("options of LocalEngineOptions: max_context and chunk_seconds must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTrainerOptions:
+    """How the embedded trainer computes and steps."""
+
+    dtype: str = "float32"
+    """Of weights, gradients and optimizer state. bfloat16 keeps float32 master weights on the core."""
+    method: str = "packed"
+    """How gyre-loss computes trees: packed, dfs or branches."""
+    objective: str = "ppo"
+    """Name of a per-token objective of gyre-loss."""
+    objective_options: Mapping[str, Any] = field(default_factory=dict)
+    learning_rate: float = 1e-5
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 means no clipping."""
+    keep_versions: int = 3
+    """Published versions kept on disk."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "learning_rate", "eps", "keep_versions")
+        _one_of(self, "dtype", TRAINER_DTYPES)
+        _one_of(self, "method", METHODS)
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(
+                f"options of LocalTrainerOptions: betas {self.beta1}, {self.beta2}; expected 0 <= beta < 1"
+            )
+        if min(self.weight_decay, self.max_grad_norm, self.warmup_steps) < 0:
+            raise ValueError(
+                "options of LocalTrainerOptions: weight_decay, max_grad_norm and warmup_steps must not be negative"
+            )

@@ -1,0 +1,1 @@
+"""The embedded trainer: gradient contributions, the optimizer step, checkpoints."""
