@@ -63,6 +63,11 @@ class Store:
         self.close()
 
     @property
+    def writable(self) -> bool:
+        """Whether this store was opened for writing."""
+        return self._writer is not None
+
+    @property
     def writer(self) -> Writer:
         """The writer. Error: the store was opened for reading."""
         if self._writer is None:

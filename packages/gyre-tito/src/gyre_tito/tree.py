@@ -211,6 +211,17 @@ class TrajectoryTree:
                 out[node.depth : min(node.path_end, size)] = self._ids.view(node.start, node.end)[: size - node.depth]
         return out
 
+    def tail_ids(self, call: int, count: int) -> NDArray[np.int32]:
+        """The last `count` ids (or all, if fewer) of `call`'s path; work is proportional to `count`."""
+        parts: list[NDArray[np.int32]] = []
+        missing = count
+        for node in self._up(self.place(call).leaf):
+            if missing <= 0:
+                break
+            parts.append(self._ids.view(max(node.start, node.end - missing), node.end))
+            missing -= node.end - node.start
+        return np.concatenate(parts[::-1]) if parts else np.empty(0, dtype=np.int32)
+
     def path(self, call: int) -> PathView:
         """`call`'s whole path with everything training needs."""
         place = self.place(call)

@@ -51,8 +51,8 @@ class Writer:
         return done
 
     async def write(self, job: Job) -> None:
-        """Run a job and return when it is on disk."""
-        await asyncio.wrap_future(self.submit(job))
+        """Run a job and return when it is on disk. Cancelling the caller does not take the job back."""
+        await asyncio.shield(asyncio.wrap_future(self.submit(job)))
 
     @property
     def backlog(self) -> int:

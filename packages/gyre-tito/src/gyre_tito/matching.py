@@ -1,0 +1,176 @@
+"""Which recorded history does a request continue?
+
+Invariant: a recorded answer counts as part of a request's history only if every message before it is the same and the
+answer itself came back with the meaning it was given. Work is proportional to the messages that are new: the part of
+the body that an earlier request already contained is recognised by one digest over its bytes and is not decoded.
+
+Knows messages and digests; no tokens, no model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from gyre_tito.messages import DIGEST_SIZE, Message, chain, chain_start, reasoning_digest, validate
+from gyre_tito.requests import Transcript
+
+_CURSORS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An answer that was given: by which call, in which session, with what reasoning."""
+
+    call: int
+    session: str
+    reasoning: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is known of a request's history.
+
+    `recorded` is its latest known answer (None: nothing is known) and `new` the messages after it; with nothing known
+    `new` is empty and the transcript must be decoded whole. `chain` names the whole message list, `head` its
+    instructions and tools, `count` how many messages it has. `broken`: the client changed an answer's reasoning.
+    """
+
+    recorded: Recorded | None
+    new: tuple[Message, ...]
+    chain: bytes
+    head: bytes
+    count: int
+    broken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Cursor:
+    """A message list seen before: its bytes (length, digest) and the state of the walk at its end."""
+
+    seed: bytes
+    size: int
+    digest: bytes
+    walk: _Walk
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    chain: bytes
+    head: bytes
+    count: int
+    recorded: Recorded | None
+    new: tuple[Message, ...]
+    broken: bool
+    in_head: bool
+
+
+class Matcher:
+    """The answers of one execution, by the history that led to them."""
+
+    def __init__(self) -> None:
+        self._answers: dict[bytes, Recorded] = {}
+        self._cursors: OrderedDict[bytes, _Cursor] = OrderedDict()
+
+    def answered(self, request_chain: bytes, message: Message, recorded: Recorded) -> bytes:
+        """Note that the list named `request_chain` was answered by `message`; returns the longer list's name."""
+        name = chain(request_chain, message)
+        self._answers[name] = recorded
+        return name
+
+    def restore(self, name: bytes, recorded: Recorded) -> None:
+        """Put back what `answered` noted in an earlier life of the process."""
+        self._answers[name] = recorded
+
+    def match(self, transcript: Transcript) -> Match:
+        """Find the longest recorded history. Errors: `HistoryError` and whatever the dialect's decoder raises."""
+        content = _content(transcript.raw)
+        seed = _seed(transcript)
+        start, digests = self._longest_cursor(seed, content)
+        if start is not None and start.size < len(content):
+            rest = b"[" + bytes(content[start.size :]).lstrip(b" \t\r\n,") + b"]"
+            messages = transcript.decode(rest)
+            if not messages or messages[0].role == "tool":
+                start = None
+        elif start is not None:
+            messages = ()
+        if start is None:
+            messages = transcript.decode(bytes(transcript.raw))
+            validate(messages)
+            walk = self._start(transcript)
+        else:
+            validate(messages, start.walk.count - len(transcript.preface))
+            walk = start.walk
+        walk = self._advance(walk, messages)
+        self._remember(_Cursor(seed, len(content), digests, walk))
+        return Match(walk.recorded, walk.new, walk.chain, walk.head, walk.count, walk.broken)
+
+    def _start(self, transcript: Transcript) -> _Walk:
+        begin = chain_start(transcript.tools)
+        walk = _Walk(begin, begin, 0, None, (), False, True)
+        return self._advance(walk, transcript.preface)
+
+    def _advance(self, walk: _Walk, messages: tuple[Message, ...]) -> _Walk:
+        name, head, recorded, broken, in_head = walk.chain, walk.head, walk.recorded, walk.broken, walk.in_head
+        new = list(walk.new)
+        for message in messages:
+            name = chain(name, message)
+            in_head = in_head and message.role == "system"
+            head = name if in_head else head
+            new.append(message)
+            found = self._answers.get(name) if message.role == "assistant" and not broken else None
+            if found is None:
+                continue
+            if message.reasoning is not None and reasoning_digest(message.reasoning) != found.reasoning:
+                broken = True
+                continue
+            recorded, new = found, []
+        kept = tuple(new) if recorded is not None else ()
+        return _Walk(name, head, walk.count + len(messages), recorded, kept, broken, in_head)
+
+    def _longest_cursor(self, seed: bytes, content: memoryview) -> tuple[_Cursor | None, bytes]:
+        """The longest earlier list that `content` begins with, and the digest of `content` itself; one pass."""
+        best = None
+        hasher = hashlib.blake2b(digest_size=DIGEST_SIZE)
+        done = 0
+        candidates = sorted(
+            (one for one in self._cursors.values() if one.seed == seed and one.size <= len(content)),
+            key=lambda one: one.size,
+        )
+        for cursor in candidates:
+            hasher.update(content[done : cursor.size])
+            done = cursor.size
+            if hasher.copy().digest() == cursor.digest:
+                best = cursor
+        hasher.update(content[done:])
+        return best, hasher.digest()
+
+    def _remember(self, cursor: _Cursor) -> None:
+        self._cursors[cursor.seed + cursor.digest] = cursor
+        self._cursors.move_to_end(cursor.seed + cursor.digest)
+        while len(self._cursors) > _CURSORS:
+            self._cursors.popitem(last=False)
+
+
+def _content(raw: bytes) -> memoryview:
+    """The list's text without its closing bracket."""
+    view = memoryview(raw)
+    end = len(view)
+    while end and view[end - 1] in b" \t\r\n":
+        end -= 1
+    end -= 1
+    while end and view[end - 1] in b" \t\r\n":
+        end -= 1
+    return view[: max(end, 0)]
+
+
+def _seed(transcript: Transcript) -> bytes:
+    """What must be equal besides the list itself for two requests to be comparable byte by byte."""
+    hasher = hashlib.blake2b(digest_size=DIGEST_SIZE)
+    for part in (transcript.dialect.encode(), transcript.tools_raw):
+        hasher.update(len(part).to_bytes(8, "little") + part)
+    name = hasher.digest()
+    for message in transcript.preface:
+        name = chain(name, message)
+    return name

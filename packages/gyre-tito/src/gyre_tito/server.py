@@ -1,0 +1,222 @@
+"""The HTTP face of the proxy: routes, authentication, limits, streams. Embeds into any asyncio process.
+
+Invariant: every failure leaves in the shape of the dialect that was spoken. Loopback by default. The agent's routes and
+the admin's routes take different keys. No rendering, matching or recording happens here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gyre_tito.admin import admin_routes
+from gyre_tito.dialects import common
+from gyre_tito.dialects.chat import ChatCompletions
+from gyre_tito.dialects.common import ChatDialect, StreamWriter
+from gyre_tito.execution import Execution
+from gyre_tito.messages import HistoryError
+from gyre_tito.requests import Answer, ApiError, Delta
+from gyre_tito.schema import StoreError
+from gyre_tito.service import TitoService
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+SESSION_HEADER = "x-gyre-session"
+_log = logging.getLogger("gyre_tito")
+_encode = msgspec.json.Encoder().encode
+
+
+class ProxyServer:
+    """A running HTTP proxy in front of a `TitoService`. `port=0` takes a free port; see `base_url` after `start`."""
+
+    def __init__(
+        self,
+        service: TitoService,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        admin_token: str | None = None,
+        max_body_bytes: int = 32 * 1024 * 1024,
+    ) -> None:
+        self.service = service
+        self.host = host
+        self.port = port
+        self._app = create_app(service, admin_token=admin_token, max_body_bytes=max_body_bytes)
+        self._runner: web.AppRunner | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """Where the proxy listens, without `/v1`."""
+        return f"http://{self.host}:{self.port}"
+
+    async def start(self) -> None:
+        """Bind and serve. Error: OSError if the port is taken."""
+        self._runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.host, self.port, backlog=1024)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        self.service.base_url = self.base_url
+        self._watch = asyncio.create_task(self.service.metrics.watch_loop())
+
+    async def stop(self) -> None:
+        """Cut what runs (it is recorded), stop serving."""
+        if self._watch is not None:
+            self._watch.cancel()
+        await self.service.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+
+def create_app(
+    service: TitoService, *, admin_token: str | None = None, max_body_bytes: int = 32 * 1024 * 1024
+) -> web.Application:
+    """The aiohttp application. Without `admin_token` there is no admin API over HTTP."""
+    app = web.Application(client_max_size=max_body_bytes)
+    agent = AgentRoutes(service, max_body_bytes)
+    for prefix in ("", "/x/{key}", "/s/{session}", "/x/{key}/s/{session}"):
+        agent.add(app, prefix)
+    app.router.add_get("/healthz", _health)
+    app.router.add_get("/metrics", _metrics(service))
+    if admin_token:
+        app.add_routes(admin_routes(service, admin_token))
+    return app
+
+
+class AgentRoutes:
+    """Handlers of the agent-facing routes."""
+
+    def __init__(self, service: TitoService, max_body_bytes: int) -> None:
+        self._service = service
+        self._max_body = max_body_bytes
+
+    def add(self, app: web.Application, prefix: str) -> None:
+        """Register all routes under a prefix."""
+        app.router.add_post(f"{prefix}/v1/chat/completions", self._chat(ChatCompletions(), common.openai_error))
+        app.router.add_get(f"{prefix}/v1/models", self._models)
+
+    def _chat(self, dialect: ChatDialect, shape: Callable[[ApiError], Mapping[str, Any]]) -> Handler:
+        service = self._service
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                execution = self._execution(request)
+                body = await self._body(request)
+                with service.metrics.phase("read"):
+                    asked, stream = dialect.request(body, len(service.chat.tokenizer))
+                session = _session(request)
+                if stream:
+                    items = service.chat_stream(execution, asked, session)
+                    writer = dialect.stream(asked, service.model, execution.next_answer_id())
+                    return await self._stream(request, items, writer, shape, dialect.name)
+                answer = await service.chat_answer(execution, asked, session)
+                with service.metrics.phase("respond"):
+                    return _json(dialect.response(asked, answer, service.model))
+            except Exception as error:  # noqa: BLE001 - the boundary: every failure becomes the dialect's error
+                return self._refuse(error, shape, dialect.name)
+
+        return handle
+
+    async def _stream(
+        self,
+        request: web.Request,
+        items: AsyncIterator[Delta | Answer],
+        writer: StreamWriter,
+        shape: Callable[[ApiError], Mapping[str, Any]],
+        dialect: str,
+    ) -> web.StreamResponse:
+        """Write a stream. The first item is awaited before the header, so that early errors keep their status."""
+        async with contextlib.aclosing(items):  # type: ignore[type-var]
+            first = await anext(items)
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await response.prepare(request)
+            try:
+                await response.write(writer.start())
+                await _write_item(response, writer, first)
+                async for item in items:
+                    await _write_item(response, writer, item)
+            except ApiError as error:
+                self._service.metrics.count("errors", f"{dialect}:{error.status}")
+                await response.write(common.event(shape(error), "error"))
+            await response.write_eof()
+            self._service.metrics.count("requests", dialect)
+            return response
+
+    def _refuse(self, error: Exception, shape: Callable[[ApiError], Mapping[str, Any]], dialect: str) -> web.Response:
+        known = as_api_error(error)
+        self._service.metrics.count("errors", f"{dialect}:{known.status}")
+        headers = {"Retry-After": "1"} if known.kind == "overloaded" else None
+        return web.Response(
+            body=_encode(shape(known)), status=known.status, content_type="application/json", headers=headers
+        )
+
+    def _execution(self, request: web.Request) -> Execution:
+        key = request.match_info.get("key", "")
+        if not key:
+            key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        return self._service.authenticate(key or request.headers.get("x-api-key", ""))
+
+    async def _body(self, request: web.Request) -> bytes:
+        if request.content_length is not None and request.content_length > self._max_body:
+            raise _too_large(self._max_body)
+        try:
+            return await request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            raise _too_large(self._max_body) from error
+
+    async def _models(self, request: web.Request) -> web.Response:
+        try:
+            self._execution(request)
+        except ApiError as error:
+            return self._refuse(error, common.openai_error, "models")
+        card = {"id": self._service.model, "object": "model", "created": 0, "owned_by": "gyre"}
+        return _json({"object": "list", "data": [card], "has_more": False, "first_id": card["id"]})
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Any failure as an error a client can be told. What is not expected is logged, and told without its insides."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HistoryError):
+        return ApiError(400, "invalid_request", str(error), param="messages")
+    if isinstance(error, StoreError):
+        return ApiError(503, "engine", str(error))
+    if isinstance(error, ValueError):
+        return ApiError(400, "invalid_request", f"the messages cannot be rendered for this model: {error}")
+    _log.error("unexpected failure while answering a request", exc_info=error)
+    return ApiError(500, "engine", f"unexpected {type(error).__name__} inside the proxy; its log has the details")
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, "too_large", f"the request body is larger than {limit} bytes, the limit of this proxy")
+
+
+def _session(request: web.Request) -> str | None:
+    return request.match_info.get("session") or request.headers.get(SESSION_HEADER) or None
+
+
+def _json(value: Mapping[str, Any]) -> web.Response:
+    return web.Response(body=_encode(value), content_type="application/json")
+
+
+async def _write_item(response: web.StreamResponse, writer: StreamWriter, item: Delta | Answer) -> None:
+    await response.write(writer.delta(item) if isinstance(item, Delta) else writer.end(item))
+
+
+async def _health(_: web.Request) -> web.Response:
+    return web.Response(text="ok\n")
+
+
+def _metrics(service: TitoService) -> Handler:
+    async def show(_: web.Request) -> web.Response:
+        if service.store.writable:
+            service.metrics.gauges["store_backlog"] = service.store.writer.backlog
+        return web.Response(text=service.metrics.prometheus())
+
+    return show
