@@ -141,7 +141,8 @@ async def until(condition, limit=5.0):
 async def test_a_foreign_stack_trains_steps_and_its_log_replays(tmp_path):
     log = EventLog(tmp_path / "events.jsonl", CFG, fsync="never")
     async with stack(log=log) as (runner, driver):
-        await asyncio.gather(*(run_group(runner, f"g{i}") for i in range(8)))
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(run_group(runner, f"g{i}") for i in range(8)))
         await until(lambda: runner.state.step == 4)
         assert [x[1] for x in driver.calls if x[0] == "apply"] == [0, 1, 2, 3]
         want = snapshot(runner.scheduler)

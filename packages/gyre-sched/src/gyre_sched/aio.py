@@ -202,7 +202,7 @@ class SchedulerRunner:
                 future_version = self._admissions.get(command.group)
                 if future_version is not None and not future_version.done():
                     future_version.set_result(command.version)
-                self._spawn(self._start(command, self.driver.admit(command.group, command.version)))
+                self._spawn(self._start(command))
             case c.DrainCell() | c.UndrainCell() | c.SwitchCell() | c.SyncWeights():
                 self._in_order(command.cell, command)
             case c.MoveSession():
@@ -210,11 +210,13 @@ class SchedulerRunner:
             case c.GrantLease() | c.RecallLease():
                 self._in_order(command.cell, command)
             case _:
-                self._spawn(self._start(command, self._starter(command)))
+                self._spawn(self._start(command))
 
     def _starter(self, command: c.Command) -> Awaitable[None]:
         driver = self.driver
         match command:
+            case c.AdmitGroup():
+                return driver.admit(command.group, command.version)
             case c.RetryExecution():
                 return driver.retry(command.execution, command.group, command.attempt)
             case c.CutExecution():
@@ -339,9 +341,9 @@ class SchedulerRunner:
         else:
             self._tell(e.MoveFailed(0.0, command.move, command.session, err, refused))
 
-    async def _start(self, command: c.Command, work: Awaitable[None]) -> None:
+    async def _start(self, command: c.Command) -> None:
         """Work that only starts something: if even that fails, say so and stop the run."""
-        err = await self._try(work, self.timeouts.start_s)
+        err = await self._try(self._starter(command), self.timeouts.start_s)
         if err is not None:
             raise SchedError(f"the driver could not carry out {command}: {err}")
 

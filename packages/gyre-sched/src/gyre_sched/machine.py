@@ -67,7 +67,7 @@ HANDLERS: dict[type, Handler] = {
     events.ContributionCommitted: on_training.committed,
     events.LeaseFailed: on_training.lease_failed,
     events.StepApplied: on_training.applied,
-    events.WeightsPublished: on_cells.published,
+    events.WeightsPublished: on_training.published,
     events.Tick: _tick,
     events.TurnAsked: _turn_asked,
     events.CutAsked: on_groups.cut_asked,

@@ -22,13 +22,12 @@ from .events import (
     SwitchFailed,
     WeightsFailed,
     WeightsLoaded,
-    WeightsPublished,
 )
 from .ids import CellId, CellState, Role, SessionPhase
 from .records import Cell, Session
 from .world import World
 
-__all__ = ["begin_turn", "give_up_turn", "lose", "progress"]
+__all__ = ["begin_turn", "give_up_turn", "lose", "progress", "sync_all"]
 
 S = CellState
 
@@ -283,16 +282,11 @@ def catch_up_all(w: World) -> None:
                 _catch_up(w, cell)
 
 
-def published(w: World, ev: WeightsPublished) -> None:
-    """New weights can be fetched."""
-    if not w.ledger.published < ev.version <= w.ledger.version:
-        problem = f"published is v{w.ledger.published}, trained is v{w.ledger.version}"
-        raise BadValueError(ev, f"version {ev.version} is not new or does not exist; {problem}")
-    w.ledger.published = ev.version
+def sync_all(w: World) -> None:
+    """New weights can be fetched: every cell at work shall have them."""
     for cell in w.cells.values():
         if cell.state in (S.ROLLOUT, S.TRAIN):
             _catch_up(w, cell)
-    w.dirty = True
 
 
 def weights_loaded(w: World, ev: WeightsLoaded) -> None:

@@ -121,8 +121,6 @@ def ended(w: World, ev: ExecutionEnded) -> None:
     group.unfinished -= 1
     if group.unfinished == 0:
         _complete(w, group)
-    if w.config.admit_load is not None:
-        admit(w)
 
 
 def _complete(w: World, group: Group) -> None:
@@ -158,7 +156,7 @@ def retire(w: World, group: Group, stage: str) -> None:
     if stage == "dropped":
         led.seated.pop(group.id, None)
         led.admitted -= 1
-        admit(w)
+        w.dirty = True
 
 
 def place(w: World) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from . import checks
 from .commands import Alarm, ApplyStep, GrantLease, SealStep
 from .errors import BadValueError, DuplicateCommitError, LateOutcomeError
-from .events import ContributionCommitted, GroupBatched, LeaseFailed, StepApplied
+from .events import ContributionCommitted, GroupBatched, LeaseFailed, StepApplied, WeightsPublished
 from .ids import CellState
-from .on_groups import place, retire
+from .on_cells import sync_all
+from .on_groups import admit, place, retire
 from .records import Cell, Lease
 from .world import World
 
@@ -111,9 +112,21 @@ def applied(w: World, ev: StepApplied) -> None:
     w.dirty = True
 
 
+def published(w: World, ev: WeightsPublished) -> None:
+    """New weights can be fetched; staleness allows more groups now."""
+    led = w.ledger
+    if not led.published < ev.version <= led.version:
+        problem = f"published is v{led.published}, trained is v{led.version}"
+        raise BadValueError(ev, f"version {ev.version} is not new or does not exist; {problem}")
+    led.published = ev.version
+    sync_all(w)
+    w.dirty = True
+
+
 def advance(w: World) -> None:
     """Seal and apply the open step if it is time, and lease what is ready."""
     led = w.ledger
+    admit(w)
     if not led.sealed and led.seated and _full(w):
         led.sealed = True
         w.out.append(SealStep(led.version, tuple(led.seated)))
