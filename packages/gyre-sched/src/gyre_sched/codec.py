@@ -48,9 +48,11 @@ def decode(data: dict[str, Any]) -> events.Event:
         raise LogError(f"cannot read a {name} from {data}: {err}") from err
 
 
-@cache
-def _names(kind: type) -> tuple[str, ...]:
+def _field_names(kind: Any) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(kind))
+
+
+_names = typing.cast(Callable[[Any], tuple[str, ...]], cache(_field_names))
 
 
 def _plain(value: Any) -> Any:
@@ -63,10 +65,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-@cache
-def _readers(kind: type) -> dict[str, Callable[[Any], Any]]:
+def _field_readers(kind: Any) -> dict[str, Callable[[Any], Any]]:
     hints = typing.get_type_hints(kind)
     return {name: _reader(hints[name]) for name in _names(kind)}
+
+
+_readers = typing.cast(Callable[[Any], dict[str, Callable[[Any], Any]]], cache(_field_readers))
 
 
 def _reader(hint: Any) -> Callable[[Any], Any]:
