@@ -107,6 +107,8 @@ class ExecutionEnd:
     sub_agents: int = 0
     compactions: int = 0
     evidence: Mapping[str, Any] = field(default_factory=dict)
+    answered_calls: int | None = None
+    """Model calls of all sessions that the agent got an answer to; None where the harness cannot tell."""
 
 
 @dataclass(frozen=True, slots=True)

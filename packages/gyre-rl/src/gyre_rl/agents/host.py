@@ -1,7 +1,7 @@
 """The process of the agents: runs executions to their end and scores what stands in their workspaces.
 
-Invariant: each job ends in one `Outcome`; an execution that was cut is scored on what it reached, one that failed by our
-fault has no score. The workspace outlives the agent until it is scored. Not here: what an execution is for, retries.
+Invariant: each job ends in one `Outcome`; an execution that was cut is scored on what it reached, one that failed by
+our fault has no score. The workspace outlives the agent until it is scored. Not here: retries, what scores are for.
 """
 
 from __future__ import annotations

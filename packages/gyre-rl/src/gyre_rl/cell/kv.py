@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from gyre_core import Engine, InfrastructureError, KVShape
-from gyre_kvxfer import KVLayout, LayoutRefused, Pinned, Region
+from gyre_core import Engine, KVShape, PinnedKV
+from gyre_kvxfer import KVLayout, MoveRefused, Pinned, Region
 from gyre_kvxfer.engine import Int32
 
 _AXES = {"token": "T", "head": "H", "dim": "D", "kv": "K"}
@@ -56,9 +56,9 @@ class EngineKV:
         """Stop it at a token border."""
         return _pinned(session, await self._engine.kv_freeze(session))
 
-    async def release(self, session: str, generation: int) -> None:
-        """The session has left."""
-        await self._engine.kv_release(session, generation, forget=True)
+    async def release(self, session: str, generation: int, *, forget: bool = False) -> None:
+        """Drop a pin; with `forget` the session has left."""
+        await self._engine.kv_release(session, generation, forget=forget)
 
     async def unfreeze(self, session: str) -> None:
         """The session stays."""
@@ -68,9 +68,11 @@ class EngineKV:
         """Room for it; refused when there is none or the engine has other weights."""
         blocks = await self._engine.kv_reserve(session, n_tokens, version)
         if blocks is None:
-            raise LayoutRefused(
+            code = "no_room" if self._engine.version == version else "version"
+            raise MoveRefused(
+                code,
                 f"reserving {n_tokens} tokens of version {version} for {session}: no room, or the engine holds "
-                f"another version ({self._engine.version})"
+                f"another version ({self._engine.version})",
             )
         return np.asarray(blocks, np.int32)
 
@@ -83,12 +85,12 @@ class EngineKV:
         await self._engine.kv_cancel(session)
 
 
-def _pinned(session: str, pinned: object) -> Pinned:
+def _pinned(session: str, pinned: PinnedKV | None) -> Pinned:
     if pinned is None:
-        raise InfrastructureError(f"moving the KV of {session}", got="an engine that holds none of it")
+        raise MoveRefused("unknown_session", f"the engine holds no KV of {session}")
     return Pinned(
-        version=pinned.version,  # type: ignore[attr-defined]
-        token_ids=np.asarray(pinned.token_ids, np.int32),  # type: ignore[attr-defined]
-        block_ids=np.asarray(pinned.block_ids, np.int32),  # type: ignore[attr-defined]
-        generation=pinned.generation,  # type: ignore[attr-defined]
+        version=pinned.version,
+        token_ids=np.asarray(pinned.token_ids, np.int32),
+        block_ids=np.asarray(pinned.block_ids, np.int32),
+        generation=pinned.generation,
     )

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -24,6 +24,7 @@ from gyre_rl.procs.child import ChildSpec, Hello
 from gyre_rl.procs.link import Link
 from gyre_rl.procs.wire import Fault, Peer, authorised, serve, unpack
 
+T = TypeVar("T")
 START_TIMEOUT_S = 180.0
 """Longest time from the start of a process to its "ready" (imports and weights on a loaded machine)."""
 
@@ -104,7 +105,7 @@ class Fleet:
             child.ready.exception()  # somebody may have given up waiting
         self._lose(child, f"its process ended with status {status}")
 
-    async def ready(self, child: Child, as_type: Any) -> Any:
+    async def ready(self, child: Child, as_type: type[T]) -> T:
         """Wait until it said it is ready; returns what it said."""
         try:
             body = await asyncio.wait_for(asyncio.shield(child.ready), START_TIMEOUT_S)
@@ -128,7 +129,8 @@ class Fleet:
         try:
             await child.link.pump()
         finally:
-            self._lose(child, "its connection ended")
+            if child.ready.done():  # else its process ends now, and its log says more than a closed connection does
+                self._lose(child, "its connection ended")
         return socket
 
     async def _message(self, child: Child, topic: str, body: bytes) -> Any:

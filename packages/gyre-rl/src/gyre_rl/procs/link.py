@@ -48,7 +48,7 @@ class Link:
         """Tell an event; raises `CellLostError` if the other side is gone."""
         await self._write(Frame(0, topic, msgspec.Raw(pack(message))))
 
-    async def ask(self, topic: str, message: Any, as_type: type[T] | Any) -> T:
+    async def ask(self, topic: str, message: Any, as_type: type[T]) -> T:
         """Ask and wait for the answer, however long it takes."""
         number = next(self._numbers)
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()

@@ -27,10 +27,10 @@ def pack(message: Any) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def unpack(data: bytes, as_type: type[T] | Any) -> T:
+def unpack(data: bytes, as_type: type[T]) -> T:
     """Decode and validate; raises `InfrastructureError` naming what came."""
     try:
-        return msgspec.msgpack.decode(data, type=as_type)  # type: ignore[no-any-return]
+        decoded: T = msgspec.msgpack.decode(data, type=as_type)
     except msgspec.DecodeError as error:
         raise InfrastructureError(
             "reading a message between processes",
@@ -38,6 +38,7 @@ def unpack(data: bytes, as_type: type[T] | Any) -> T:
             expected=getattr(as_type, "__name__", str(as_type)),
             fix="The processes of a run must be of one Gyre version.",
         ) from error
+    return decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class Peer:
         """Where it listens."""
         return self._base
 
-    async def call(self, path: str, message: Any, as_type: type[T] | Any, *, timeout_s: float | None = 60.0) -> T:
+    async def call(self, path: str, message: Any, as_type: type[T], *, timeout_s: float | None = 60.0) -> T:
         """Ask and wait; a dead peer is `CellLostError`, a failure of the other side is raised as it was there."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:

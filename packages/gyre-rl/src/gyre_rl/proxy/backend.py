@@ -7,10 +7,10 @@ Invariant: the tokens of a call are yielded once and in order, whichever cells s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Protocol
+from typing import Protocol, cast
 
 import aiohttp
 import numpy as np
@@ -23,8 +23,9 @@ from gyre_core import (
     GyreError,
     SamplingParams,
 )
-from gyre_tito import BackendError, GenerateCall, PromptTooLong, Sampling
+from gyre_tito import BackendError, GenerateCall, PromptTooLongError, Sampling
 from gyre_tito import GenerateChunk as TitoChunk
+from gyre_tito.backend import FinishReason as TitoFinish
 
 from gyre_rl.cell.calls import CellRefusesError, call_cell, shorten
 
@@ -109,7 +110,9 @@ class CellBackend:
     async def generate(self, call: GenerateCall) -> AsyncIterator[TitoChunk]:
         """Sample `call` on whatever cells it is routed to; see the module's invariant."""
         session = f"{call.execution}/{call.session}"
-        request = GenerateRequest(call.call_id, session, call.prompt_ids, sampling_of(call.sampling))
+        request = GenerateRequest(
+            call.call_id, session, cast("Sequence[int]", call.prompt_ids), sampling_of(call.sampling)
+        )
         ask = RouteAsk(session, call.execution, len(call.prompt_ids), first_prefix(call))
         sampled: list[int] = []
         cached, segments, tries = 0, 0, 0
@@ -145,7 +148,7 @@ class CellBackend:
                 if tries:
                     await asyncio.sleep(RETRY_S)
         except ContextLengthError as error:
-            raise PromptTooLong(str(error)) from error
+            raise PromptTooLongError(str(error)) from error
         except GyreError as error:
             raise BackendError(str(error)) from error
         finally:
@@ -157,11 +160,18 @@ def _continued(request: GenerateRequest, sampled: list[int]) -> GenerateRequest:
     if not sampled:
         return request
     prompt = np.concatenate([np.asarray(request.prompt_ids, np.int32), np.asarray(sampled, np.int32)])
-    return replace(request, prompt_ids=prompt, sampling=shorten(request.sampling, len(sampled)))
+    return replace(request, prompt_ids=cast("Sequence[int]", prompt), sampling=shorten(request.sampling, len(sampled)))
+
+
+_FINISH: dict[FinishReason, TitoFinish] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+}
 
 
 def _tito(chunk: GenerateChunk) -> TitoChunk:
-    finish = chunk.finish.value if chunk.finish else None
+    finish = _FINISH[chunk.finish] if chunk.finish else None
     routed = None if chunk.routed_experts is None else np.asarray(chunk.routed_experts)
     return TitoChunk(chunk.token_ids, chunk.logprobs, chunk.versions, finish, chunk.cached_tokens, routed)
 

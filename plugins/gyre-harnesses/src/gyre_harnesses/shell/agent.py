@@ -29,6 +29,7 @@ class Budget:
     """Of time.monotonic()."""
     sampled_left: int | None
     context_limit: int | None = None
+    answered: int = 0
     sampled: int = 0
     longest_context: int = 0
     tool_calls: int = 0
@@ -42,6 +43,7 @@ class Budget:
 
     def note(self, answer: Answer) -> None:
         """Count an answer's tokens."""
+        self.answered += 1
         self.sampled += answer.sampled_tokens
         self.longest_context = max(self.longest_context, answer.prompt_tokens + answer.sampled_tokens)
         if self.sampled_left is not None:

@@ -91,5 +91,12 @@ def _end(how: str, text: str, turns: int, budget: Budget) -> ExecutionEnd:
         "mistakes": budget.mistakes,
     }
     return ExecutionEnd(
-        _STATUS_OF[how], _REASON_OF[how], turns, budget.tool_calls, budget.sub_agents, budget.compactions, evidence
+        _STATUS_OF[how],
+        _REASON_OF[how],
+        turns,
+        budget.tool_calls,
+        budget.sub_agents,
+        budget.compactions,
+        evidence,
+        budget.answered,
     )

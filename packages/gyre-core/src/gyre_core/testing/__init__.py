@@ -1,0 +1,1 @@
+"""Conformance suites and fakes for authors of plugins. Needs the extra "testing"."""

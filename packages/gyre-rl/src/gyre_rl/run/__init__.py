@@ -1,0 +1,1 @@
+"""The ring: one run, from tasks to new weights and round again."""

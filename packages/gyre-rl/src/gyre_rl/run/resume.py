@@ -1,0 +1,108 @@
+"""What an earlier life of a run left: read from its event log and store, used once at a resume.
+
+Invariant: an execution that ended and was scored is used as it is; one that had not ended is started again under the
+next attempt's name; a contribution at rest of the open step counts if its batches are still wanted. Nothing is guessed:
+what cannot be read is done again. Pure reading.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gyre_core import ExecutionEnd, ExecutionStatus, InfrastructureError, RunEvent
+from gyre_tito import Store
+
+from gyre_rl.run.directory import RunDirectory
+from gyre_rl.run.rollout import Finished
+from gyre_rl.run.stream import group_index
+from gyre_rl.views import events as ev
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A group that was admitted and has not trained: what ended of it, and attempts used up by execution."""
+
+    name: str
+    finished: dict[str, Finished]
+    attempts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What is known of a run that goes on."""
+
+    version: int
+    """Of the newest whole checkpoint; -1 if there is none and the run begins anew."""
+    groups: tuple[OpenGroup, ...]
+    next_group: int
+    score_before: float | None
+    counts: dict[str, int]
+    """Sums of the summary's counters over the earlier lives."""
+
+
+def read_past(directory: RunDirectory, log: Iterable[RunEvent], store: Store) -> Past:
+    """Fold the log of all earlier lives; raises InfrastructureError when log and checkpoints contradict."""
+    saved = directory.versions_saved()
+    version = saved[-1] if saved else -1
+    applied, seats, started = -1, {}, {}
+    attempts: dict[str, dict[str, int]] = defaultdict(dict)
+    score_before: float | None = None
+    counts: dict[str, int] = defaultdict(int)
+    for record in log:
+        event = ev.parse(record)
+        match event:
+            case ev.StepApplied():
+                applied = max(applied, event.step)
+            case ev.GroupReady():
+                seats[event.group] = event.step
+            case ev.ExecutionStarted(purpose="train"):
+                started[event.group] = True
+                base = event.execution.removesuffix(f".r{event.attempt}") if event.attempt else event.execution
+                attempts[event.group][base] = max(attempts[event.group].get(base, 0), event.attempt)
+            case ev.Evaluated(step=0):
+                score_before = event.score
+            case _:
+                _count(event, counts)
+    if applied + 1 > max(version, 0) and version >= 0:
+        raise InfrastructureError(
+            f"resuming {directory.root}",
+            got=f"a log in which step {applied} is applied and a newest checkpoint of version {version}",
+            expected="a checkpoint at least as new as the log",
+            fix="Set checkpoint.every = 1, or restore the missing checkpoint folder.",
+        )
+    trained = {group for group, step in seats.items() if step < max(version, 0)}
+    groups = tuple(_open_group(name, attempts[name], store) for name in sorted(started) if name not in trained)
+    following = max((group_index(name) + 1 for name in started), default=0)
+    return Past(version, groups, following, score_before, dict(counts))
+
+
+def _count(event: ev.Event | None, counts: dict[str, int]) -> None:
+    match event:
+        case ev.Switched(ok=True):
+            counts["role_switches"] += 1
+        case ev.SessionMoved():
+            counts["sessions_rerouted"] += 1
+            counts["kv_moved_sessions"] += event.carried
+        case ev.ExecutionEnded(partial=True):
+            counts["partial_scores"] += (event.score or 0.0) > 0
+        case _:
+            return
+
+
+def _open_group(name: str, attempts: dict[str, int], store: Store) -> OpenGroup:
+    recorded = {info.execution: info for info in store.executions(group=name)}
+    finished: dict[str, Finished] = {}
+    used: dict[str, int] = {}
+    for execution, attempt in attempts.items():
+        at = execution if attempt == 0 else f"{execution}.r{attempt}"
+        info = recorded.get(at)
+        if info is not None and info.closed_at is not None and info.status.value not in ("open", "failed"):
+            status = ExecutionStatus(info.status.value)
+            score = None if info.score is None else info.score.value
+            end = ExecutionEnd(status, info.cause)
+            finished[execution] = Finished(execution, at, end, score, status.partial and score is not None)
+        else:
+            used[execution] = attempt + 1
+    return OpenGroup(name, finished, used)

@@ -1,0 +1,192 @@
+"""Executions: opened at the proxy, run by the agents' process, scored, closed, and told to the scheduler.
+
+Invariant: every execution that starts ends in exactly one `ExecutionEnded`; what it earned is in the store before the
+scheduler hears of its end. Not here: when groups start, what their scores mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gyre_core import ExecutionEnd, ExecutionJob, ExecutionStatus, GyreError, ModelEndpoint, Purpose, Task
+from gyre_sched import EndStatus
+from gyre_sched import events as sched
+
+from gyre_rl.agents.host import Cut, Outcome
+from gyre_rl.config.schema import RunConfig
+from gyre_rl.procs.wire import Empty, Peer
+from gyre_rl.proxy.host import CloseExecution, Opened, OpenExecution
+from gyre_rl.run.bus import EventBus
+from gyre_rl.views.events import ExecutionEnded, ExecutionStarted
+
+log = logging.getLogger("gyre.run")
+Post = Callable[[sched.Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """A group that may be started: its task and how often it is attempted."""
+
+    name: str
+    task: Task
+    size: int
+    purpose: Purpose
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An execution that ended; `recorded` is its name in the store (it names the attempt)."""
+
+    execution: str
+    recorded: str
+    end: ExecutionEnd
+    score: float | None
+    partial: bool
+
+
+@dataclass(slots=True)
+class Rollout:
+    """Runs executions."""
+
+    config: RunConfig
+    agents: Callable[[], Peer]
+    proxy: Callable[[], Peer]
+    post: Post
+    bus: EventBus
+    on_over: Callable[[str], None]
+    """Told the recorded name of each execution that ended."""
+    plans: dict[str, GroupPlan] = field(default_factory=dict)
+    finished: dict[str, Finished] = field(default_factory=dict)
+    """By execution, the last attempt."""
+    owners: dict[str, str] = field(default_factory=dict)
+    """Name in the store -> the scheduler's name, for running executions."""
+    first_attempt: dict[str, int] = field(default_factory=dict)
+    """Attempts that earlier lives of the run used up, by execution."""
+    done_before: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Executions of a group that an earlier life of the run finished."""
+    answered: dict[str, int] = field(default_factory=dict)
+    """Recorded name -> model calls that its agent got an answer to, where its harness tells."""
+    partial_scores: int = 0
+    _running: dict[str, str] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def start_group(self, group: str, step: int) -> None:
+        """Start all executions of a planned group; one that an earlier life finished ends at once as it did."""
+        for member in range(self.plans[group].size):
+            execution = f"{group}.{member}"
+            if execution in self.done_before.get(group, ()):
+                self._repeat(execution, group)
+            else:
+                self.start(execution, group, 0, step)
+
+    def _repeat(self, execution: str, group: str) -> None:
+        """Tell the scheduler again what it was told in an earlier life."""
+        end = self.finished[execution].end
+        self.post(sched.ExecutionStarted(time.monotonic(), execution, group))
+        self.post(sched.ExecutionEnded(time.monotonic(), execution, EndStatus(end.status.value), end.reason))
+
+    def forget(self, group: str) -> None:
+        """The group has trained or was judged."""
+        plan = self.plans.pop(group, None)
+        self.done_before.pop(group, None)
+        for member in range(plan.size if plan else 0):
+            self.finished.pop(f"{group}.{member}", None)
+            self.first_attempt.pop(f"{group}.{member}", None)
+
+    def start(self, execution: str, group: str, attempt: int, step: int) -> None:
+        """Start one attempt."""
+        attempt += self.first_attempt.get(execution, 0)
+        task = asyncio.create_task(self._run(execution, group, attempt, step))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def cut(self, execution: str, reason: str) -> None:
+        """End a running execution; it is scored on what stands."""
+        recorded = self._running.get(execution)
+        if recorded is not None:
+            await self.agents().call("/cut", Cut(recorded, reason), Empty)
+
+    @property
+    def in_flight(self) -> int:
+        """Executions that run."""
+        return len(self._running)
+
+    async def stop(self) -> None:
+        """Cancel all; they are unfinished and a resume starts them again."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, execution: str, group: str, attempt: int, step: int) -> None:
+        plan = self.plans[group]
+        recorded = execution if attempt == 0 else f"{execution}.r{attempt}"
+        self._running[execution] = recorded
+        self.owners[recorded] = execution
+        began = time.perf_counter()
+        try:
+            self.post(sched.ExecutionStarted(time.monotonic(), execution, group))
+            self.bus.emit(ExecutionStarted(recorded, plan.task.id, group, step, plan.purpose.value, attempt))
+            outcome = await self._attempt(plan, recorded, step)
+            await self._close(recorded, outcome)
+        except GyreError as error:
+            outcome = Outcome(ExecutionEnd(ExecutionStatus.FAILED, str(error)), None, 0.0)
+        finally:
+            self._running.pop(execution, None)
+        score = None if outcome.score is None else outcome.score.value
+        if outcome.end.answered_calls is not None:
+            self.answered[recorded] = outcome.end.answered_calls
+        partial = outcome.end.status.partial and score is not None
+        self.finished[execution] = Finished(execution, recorded, outcome.end, score, partial)
+        self.partial_scores += partial and (score or 0.0) > 0.0
+        self._tell(plan, recorded, outcome, step, partial, time.perf_counter() - began)
+        self.owners.pop(recorded, None)
+        self.on_over(recorded)
+        status = EndStatus(outcome.end.status.value)
+        self.post(sched.ExecutionEnded(time.monotonic(), execution, status, outcome.end.reason))
+
+    async def _attempt(self, plan: GroupPlan, recorded: str, step: int) -> Outcome:
+        opened: Opened = await self.proxy().call(
+            "/open", OpenExecution(recorded, plan.task.id, plan.name, step, plan.purpose.value), Opened
+        )
+        job = ExecutionJob(
+            recorded,
+            plan.task,
+            ModelEndpoint(opened.base_url, opened.api_key, self.config.name),
+            self.config.limits,
+            plan.purpose,
+            self.config.seed,
+            plan.temperature,
+            self.config.rollout.top_p if plan.purpose is Purpose.TRAIN else 1.0,
+        )
+        return await self.agents().call("/run", job, Outcome, timeout_s=None)
+
+    async def _close(self, recorded: str, outcome: Outcome) -> None:
+        score = outcome.score
+        milestones = {} if score is None else {m.name: float(m.passed) for m in score.milestones}
+        value = None if score is None else score.value
+        closing = CloseExecution(recorded, outcome.end.status.value, value, milestones, outcome.end.reason)
+        await self.proxy().call("/close", closing, Empty)
+
+    def _tell(self, plan: GroupPlan, recorded: str, outcome: Outcome, step: int, partial: bool, seconds: float) -> None:
+        end = outcome.end
+        self.bus.emit(
+            ExecutionEnded(
+                recorded,
+                end.status.value,
+                None if outcome.score is None else outcome.score.value,
+                partial,
+                plan.purpose.value,
+                plan.name,
+                step,
+                turns=end.turns,
+                sub_agents=end.sub_agents,
+                compactions=end.compactions,
+                seconds=seconds,
+                reason=end.reason,
+            )
+        )

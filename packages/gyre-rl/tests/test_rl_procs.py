@@ -1,0 +1,206 @@
+"""Processes of a run: typed messages, links, deaths. Real processes and real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from gyre_core import CellId, CellLostError, ComponentContext, ContextLengthError, InfrastructureError
+from gyre_rl.procs.child import ChildSpec
+from gyre_rl.procs.fleet import Child, Fleet
+from gyre_rl.procs.launcher import LocalLauncher
+from gyre_rl.procs.wire import Empty, Endpoint, Fault, Peer, build_app, pack, serve, unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    value: int
+
+
+async def _double(message: Number) -> Number:
+    if message.value < 0:
+        raise ContextLengthError("doubling", got=str(message.value), expected="0 or more", fix="Negate it.")
+    if message.value == 13:
+        raise RuntimeError("unlucky")
+    return Number(2 * message.value)
+
+
+@pytest.fixture
+async def peer():
+    runner, port = await serve(build_app("secret", [Endpoint("/double", Number, _double)]), "127.0.0.1", 0)
+    async with aiohttp.ClientSession() as http:
+        yield Peer(http, f"http://127.0.0.1:{port}", "secret", "doubler")
+    await runner.cleanup()
+
+
+async def test_a_question_is_answered_with_its_type(peer):
+    assert await peer.call("/double", Number(21), Number) == Number(42)
+
+
+async def test_an_error_crosses_as_what_it_was(peer):
+    with pytest.raises(ContextLengthError) as caught:
+        await peer.call("/double", Number(-1), Number)
+    assert (caught.value.got, caught.value.expected, caught.value.fix) == ("-1", "0 or more", "Negate it.")
+
+
+async def test_a_foreign_error_names_itself(peer):
+    with pytest.raises(InfrastructureError, match="RuntimeError: unlucky"):
+        await peer.call("/double", Number(13), Number)
+
+
+async def test_a_wrong_token_is_refused(peer):
+    stranger = Peer(peer._http, peer.base_url, "guess", "doubler")
+    with pytest.raises(InfrastructureError, match="401"):
+        await stranger.call("/double", Number(1), Number)
+
+
+async def test_a_malformed_body_is_told(peer):
+    with pytest.raises(InfrastructureError, match="reading a message"):
+        await peer.call("/double", "no number", Number)
+
+
+async def test_a_dead_peer_is_a_lost_cell():
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(CellLostError, match="doubler"):
+            await Peer(http, "http://127.0.0.1:9", "secret", "doubler").call("/double", Number(1), Number)
+
+
+async def test_a_port_in_use_is_a_clear_error():
+    runner, port = await serve(web.Application(), "127.0.0.1", 0)
+    with pytest.raises(InfrastructureError, match=f"listening on 127.0.0.1:{port}.*a free port"):
+        await serve(web.Application(), "127.0.0.1", port)
+    await runner.cleanup()
+
+
+def test_faults_keep_their_parts():
+    error = CellLostError("asking", got="silence", expected="an answer", fix="Restart it.")
+    again = unpack(pack(Fault.of(error)), Fault).error()
+    assert type(again) is CellLostError
+    assert str(again) == str(error)
+
+
+# --- a real child ---------------------------------------------------------------------------------------------
+
+
+class EchoHost:
+    """Hosts `/double`, repeats events as questions to the run, and hangs when told to."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+        self.app = build_app(spec.token, [Endpoint("/double", Number, _double)])
+
+    async def start(self, link: Any, http: aiohttp.ClientSession, base_url: str) -> Number:
+        if self.spec.body.get("fail"):
+            raise InfrastructureError("starting the echo", got="orders to fail")
+        if self.spec.body.get("exit"):
+            print("last words", flush=True)
+            os._exit(7)
+        answer = await link.ask("sum", [1, 2, 3], int)
+        return Number(answer)
+
+    async def answer(self, topic: str, body: bytes) -> Any:
+        return None
+
+    async def close(self) -> None:
+        return
+
+
+async def make_echo(spec: ChildSpec) -> EchoHost:
+    return EchoHost(spec)
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.losses: list[tuple[CellId, str]] = []
+        self.lost = asyncio.Event()
+
+    async def on_message(self, cell: CellId, topic: str, body: bytes) -> Any:
+        assert topic == "sum"
+        return sum(unpack(body, list[int]))
+
+    def on_loss(self, cell: CellId, reason: str) -> None:
+        self.losses.append((cell, reason))
+        self.lost.set()
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    owner = Owner()
+    launcher = LocalLauncher(None, ComponentContext(str(tmp_path), "test"))
+    made = Fleet(launcher, tmp_path, on_message=owner.on_message, on_loss=owner.on_loss)
+    await made.open()
+    yield made, owner
+    await made.close()
+
+
+async def _start(fleet: Fleet, **body: Any) -> Child:
+    return await fleet.start("echo", "test_rl_procs:make_echo", body)
+
+
+async def test_a_child_attaches_asks_and_serves(fleet):
+    made, _ = fleet
+    child = await _start(made)
+    assert await made.ready(child, Number) == Number(6)
+    assert await child.reach().call("/double", Number(4), Number) == Number(8)
+    assert child.id == CellId("echo", 1)
+
+
+async def test_kill_9_is_noticed_and_the_next_life_has_a_higher_incarnation(fleet):
+    made, owner = fleet
+    child = await _start(made)
+    await made.ready(child, Number)
+    os.kill(child.process.pid, signal.SIGKILL)
+    await asyncio.wait_for(owner.lost.wait(), 10)
+    assert owner.losses[0][0] == CellId("echo", 1)
+    with pytest.raises(InfrastructureError, match="gone"):
+        made.get(child.id)
+    second = await _start(made)
+    assert second.id == CellId("echo", 2)
+    assert await made.ready(second, Number) == Number(6)
+
+
+async def test_a_child_that_cannot_start_says_why(fleet):
+    made, _ = fleet
+    with pytest.raises(InfrastructureError, match="orders to fail"):
+        await made.ready(await _start(made, fail=True), Number)
+
+
+async def test_a_child_that_dies_at_its_start_shows_its_log(fleet):
+    made, _ = fleet
+    with pytest.raises(InfrastructureError, match="status 7(.|\n)*last words"):
+        await made.ready(await _start(made, exit=True), Number)
+
+
+async def test_a_child_ends_when_its_run_is_gone(fleet):
+    made, _ = fleet
+    child = await _start(made)
+    await made.ready(child, Number)
+    await child.link.close()
+    assert await asyncio.wait_for(child.process.wait(), 15) == 0
+
+
+async def test_a_stranger_cannot_attach(fleet):
+    made, _ = fleet
+    async with aiohttp.ClientSession() as http:
+        response = await http.get(made.control_url + "/attach", headers={"authorization": "Bearer no"})
+        assert response.status == 401
+        headers = {"authorization": f"Bearer {made.token}"}
+        response = await http.get(made.control_url + "/attach", headers=headers, params={"hello": "{}"})
+        assert response.status == 400
+
+
+async def test_the_token_file_is_private(fleet, tmp_path: Path):
+    made, _ = fleet
+    child = await _start(made)
+    assert (tmp_path / "procs" / "echo.1.json").stat().st_mode & 0o077 == 0
+    await made.ready(child, Number)
+    assert await child.reach().call("/double", Number(0), Number) == Number(0)
+    assert isinstance(Empty(), Empty)
