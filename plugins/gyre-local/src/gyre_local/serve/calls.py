@@ -7,6 +7,7 @@ all computed under, or is None once an update came in between ("mixed": fit to g
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,7 +51,8 @@ class Call:
     out_ids: list[int] = field(default_factory=list)
     out_logprobs: list[float] = field(default_factory=list)
     out_versions: list[int] = field(default_factory=list)
-    handed_at: float = 0.0
+    handed_at: float = field(default_factory=time.monotonic)
+    """When the last chunk went out, or the call came in."""
     announced: bool = False
 
     @property

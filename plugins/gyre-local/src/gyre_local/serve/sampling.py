@@ -33,10 +33,11 @@ class SamplingRows:
 
 
 def uniforms(seed: NDArray[np.uint64], index: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Uniform in [0, 1) from (seed, index) by the splitmix64 mixer (Steele, Lea, Flood 2014)."""
+    """Uniform in [0, 1 - 2^-52] from (seed, index) by the splitmix64 mixer (Steele, Lea, Flood 2014): so far below 1
+    that its product with a total stays below that total after rounding."""
     with np.errstate(over="ignore"):
         z = _mix(_mix(seed + _GOLDEN) + (index + np.uint64(1)) * _GOLDEN)
-    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (z >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -74,9 +75,7 @@ def _draw(logprobs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     draw = torch.from_numpy(uniforms(rows.seed, rows.index)).to(probs.device)
     target = draw[:, None] * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    # Rounding may put the target on the very end: the last token with probability is the right answer there.
-    last = probs.shape[1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
-    return torch.minimum(ids, last)
+    return ids.clamp_(max=probs.shape[1] - 1)  # a row of NaN finds no place; its NaN logprob tells
 
 
 def _keep(probs: torch.Tensor, top_p: NDArray[np.float32], top_k: NDArray[np.int64]) -> torch.Tensor:
