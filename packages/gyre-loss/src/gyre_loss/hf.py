@@ -1,0 +1,145 @@
+"""Hugging Face causal language models as TreeModels, unmodified.
+
+transformers lets a model's attention be replaced by name. ``register()`` adds the name ``gyre_tree`` to that table;
+nothing is registered when this module is imported. ``HFTreeModel`` switches the model to that name for the time of
+one forward and back, and hands the attention object down as a keyword argument. The invariant: outside of such a
+forward the model is as it was. Models whose logits are not ``hidden @ head`` and layers whose attention takes extra
+terms are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gyre_loss._check import fail
+from gyre_loss.attention import Attention
+from gyre_loss.model import Head, TreeModel
+
+NAME = "gyre_tree"
+_DOING = "adapting a Hugging Face model"
+_LOGIT_TERMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
+_EXTRA_TERMS = ("softcap", "s_aux", "position_bias")
+
+
+def register() -> None:
+    """Add ``gyre_tree`` to the attention functions of transformers; may be called again."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, tree_attention)
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    gyre_attention: Attention | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: query [1, H, n, D] to output [1, n, H, D], by ``gyre_attention``."""
+    layer = int(getattr(module, "layer_idx", 0) or 0)
+    doing = f"computing tree attention in layer {layer}"
+    if gyre_attention is None:
+        fail(doing, "a model switched to 'gyre_tree' and called without a tree", "a call through gyre_loss")
+    if dropout:
+        fail(doing, f"attention dropout {dropout}", "none", "Set attention_dropout to 0, or call model.eval().")
+    for name in _EXTRA_TERMS:
+        if extra.get(name) is not None:
+            fail(doing, f"attention with {name}", "plain softmax attention", 'Use method="branches".')
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = gyre_attention(layer, query[0], key[0], value[0], scale=scale, window=sliding_window)
+    return out.transpose(0, 1)[None], None
+
+
+class HFTreeModel:
+    """A transformers causal model (Qwen3, Llama and others whose attention can be named) as a TreeModel."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Wrap ``model``; raises ValueError where its logits are not a plain linear head."""
+        config: Any = getattr(model, "config", None)
+        base: Any = getattr(model, getattr(model, "base_model_prefix", "") or "", None)
+        find_head = getattr(model, "get_output_embeddings", None)
+        head = None if find_head is None else find_head()
+        if config is None or base is None or base is model or not hasattr(head, "weight"):
+            fail(
+                _DOING,
+                f"{type(model).__name__} without a decoder and a linear output head",
+                "a transformers causal language model",
+                "Other models need an object with the methods of gyre_loss.model.TreeModel.",
+            )
+        for name in _LOGIT_TERMS:
+            value = getattr(config, name, None)
+            if value not in (None, 1, 1.0):
+                fail(_DOING, f"config.{name} = {value}", "logits that are hidden @ head", "Write a TreeModel for it.")
+        self._model, self._base, self._config = model, base, config
+        self._head = cast(nn.Linear, head)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the token ids go."""
+        return self._head.weight.device
+
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers."""
+        return int(self._config.num_hidden_layers)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Layers that ``config.layer_types`` names as anything but full or sliding attention."""
+        kinds = getattr(self._config, "layer_types", None)
+        if kinds is None:
+            has_attention = any(
+                hasattr(module, "q_proj") or hasattr(module, "qkv_proj") for module in self._base.modules()
+            )
+            return () if has_attention else tuple(range(self.layers))
+        return tuple(index for index, kind in enumerate(kinds) if kind not in _ATTENTION_LAYERS)
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Final hidden states [n, h], each layer's attention computed by ``attention``."""
+        with self._switched():
+            output = self._base(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, gyre_attention=attention
+            )
+        return cast(Tensor, output.last_hidden_state)[0]
+
+    def causal_hidden(self, token_ids: Tensor) -> Tensor:
+        """Final hidden states [n, h] of one sequence, by the attention that the model came with."""
+        return cast(Tensor, self._base(input_ids=token_ids[None], use_cache=False).last_hidden_state)[0]
+
+    def head(self) -> Head:
+        """The model's output embeddings."""
+        return Head(self._head.weight, getattr(self._head, "bias", None))
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Parameters that take gradients, each once."""
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+    @contextmanager
+    def _switched(self) -> Iterator[None]:
+        register()
+        before = self._config._attn_implementation
+        self._config._attn_implementation = NAME
+        try:
+            yield
+        finally:
+            self._config._attn_implementation = before
+
+
+def as_tree_model(model: object) -> TreeModel:
+    """``model`` itself if it is a TreeModel, else its Hugging Face adapter; raises ValueError for anything else."""
+    if isinstance(model, nn.Module):
+        return HFTreeModel(model)
+    if isinstance(model, TreeModel):
+        return model
+    return fail(_DOING, f"a {type(model).__name__}", "a transformers causal model or a gyre_loss.model.TreeModel")

@@ -1,0 +1,126 @@
+"""Attention of one block of queries over one block of keys, with what is needed to join blocks.
+
+``forward`` gives the block's output and log-sum-exp, ``join`` folds it into running ones, ``backward`` gives a
+block's exact share of the gradients from the *joined* output and log-sum-exp. The invariant: memory is linear in
+queries and keys. On CPU the blocks go through torch's own flash kernel; elsewhere, and where that kernel is missing,
+through plain products cut into key chunks. Shapes: query [H, n, D], key and value [Hkv, m, D], log-sum-exp [H, n].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gyre_loss.logprob import accumulator
+
+KEY_CHUNK = 2048
+
+
+def _cpu_kernel(name: str) -> Callable[..., Any] | None:
+    packet = getattr(torch.ops.aten, name, None)
+    return None if packet is None else packet.default
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output [H, n, D] and log-sum-exp [H, n] of a block; ``causal`` needs n = m."""
+    kernel = _cpu_kernel("_scaled_dot_product_flash_attention_for_cpu")
+    if query.device.type != "cpu" or kernel is None:
+        return _plain_forward(query, key, value, scale, causal)
+    out, lse = kernel(query[None], key[None], value[None], 0.0, causal, scale=scale)
+    return out[0], lse[0]
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's share of the gradients of query, key and value, given the joined ``out`` and ``lse``."""
+    kernel = _cpu_kernel("_scaled_dot_product_flash_attention_for_cpu_backward")
+    if query.device.type != "cpu" or kernel is None:
+        return _plain_backward(grad, query, key, value, out, lse, scale, causal)
+    heads, kv_heads = query.shape[0], key.shape[0]
+    many_key, many_value = _repeat(key, heads), _repeat(value, heads)
+    d_query, d_key, d_value = kernel(
+        grad[None], query[None], many_key[None], many_value[None], out[None], lse[None], 0.0, causal, scale=scale
+    )
+    if heads != kv_heads:
+        d_key = d_key.view(kv_heads, heads // kv_heads, *key.shape[1:]).sum(1)[None]
+        d_value = d_value.view(kv_heads, heads // kv_heads, *value.shape[1:]).sum(1)[None]
+    return d_query[0], d_key[0], d_value[0]
+
+
+def join(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Fold a block's output and log-sum-exp into the running ones, in place."""
+    both = torch.logaddexp(lse, block_lse)
+    out.mul_(torch.exp(lse - both)[..., None])
+    out.addcmul_(block_out.to(out.dtype), torch.exp(block_lse - both)[..., None])
+    lse.copy_(both)
+
+
+def _repeat(tensor: Tensor, heads: int) -> Tensor:
+    kv_heads = tensor.shape[0]
+    if kv_heads == heads:
+        return tensor
+    wide = tensor[:, None].expand(kv_heads, heads // kv_heads, *tensor.shape[1:])
+    return wide.reshape(heads, *tensor.shape[1:])
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, causal: bool, first: int) -> Tensor:
+    scores = (query @ key.transpose(-1, -2)).to(accumulator(query)) * scale
+    if causal:
+        row = torch.arange(query.shape[1], device=query.device)[:, None]
+        column = torch.arange(first, first + key.shape[1], device=query.device)[None]
+        scores = scores.masked_fill(column > row, -torch.inf)
+    return scores
+
+
+def _plain_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    heads, wide = query.shape[0], accumulator(query)
+    out = torch.zeros(query.shape, dtype=wide, device=query.device)
+    lse = torch.full(query.shape[:2], -torch.inf, dtype=wide, device=query.device)
+    for first in range(0, key.shape[1], KEY_CHUNK):
+        span = slice(first, first + KEY_CHUNK)
+        low = first if causal else 0
+        scores = _scores(query[:, low:], _repeat(key[:, span], heads), scale, causal, first - low)
+        block_lse = torch.logsumexp(scores, -1)
+        weights = torch.exp(scores - block_lse[..., None]).to(value.dtype)
+        join(out[:, low:], lse[:, low:], weights @ _repeat(value[:, span], heads), block_lse)
+    return out.to(query.dtype), lse
+
+
+def _plain_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads, wide = query.shape[0], key.shape[0], accumulator(query)
+    delta = (grad.to(wide) * out.to(wide)).sum(-1)
+    d_query = torch.zeros(query.shape, dtype=wide, device=query.device)
+    d_keys, d_values = [], []
+    for first in range(0, key.shape[1], KEY_CHUNK):
+        span = slice(first, first + KEY_CHUNK)
+        low = first if causal else 0
+        part_q, part_g = query[:, low:], grad[:, low:]
+        part_k, part_v = _repeat(key[:, span], heads), _repeat(value[:, span], heads)
+        p = torch.exp(_scores(part_q, part_k, scale, causal, first - low) - lse[:, low:, None])
+        d_p = (part_g @ part_v.transpose(-1, -2)).to(wide)
+        d_scores = (p * (d_p - delta[:, low:, None]) * scale).to(query.dtype)
+        d_query[:, low:] += d_scores @ part_k
+        shape = (kv_heads, heads // kv_heads, *part_k.shape[1:])
+        d_keys.append((d_scores.transpose(-1, -2) @ part_q).view(shape).sum(1))
+        d_values.append((p.to(grad.dtype).transpose(-1, -2) @ part_g).view(shape).sum(1))
+    return d_query.to(query.dtype), torch.cat(d_keys, 1), torch.cat(d_values, 1)
