@@ -58,7 +58,9 @@ class FolderWorkspace:
         reading = asyncio.ensure_future(process.communicate(request.stdin))
         limit = None
         try:
-            await asyncio.wait({asyncio.ensure_future(process.wait()), reading}, timeout=request.timeout_s)
+            # Not process.wait(): that waits for the pipes too, which background processes hold open.
+            while process.returncode is None and time.monotonic() - began < request.timeout_s:
+                await asyncio.sleep(0.005)
             limit = "wall" if process.returncode is None else None
         finally:
             with contextlib.suppress(ProcessLookupError):

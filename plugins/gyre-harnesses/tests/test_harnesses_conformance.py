@@ -1,0 +1,46 @@
+"""The conformance suites on this plugin's components."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from gyre_core import ComponentContext, ConfigError
+from gyre_core.testing.sandboxes import IsolationConformance, SandboxConformance
+from gyre_harnesses.options import LocalOptions
+from gyre_harnesses.sandbox.local import LocalSandbox
+
+
+def local(tmp_path, level):
+    def make():
+        return LocalSandbox(LocalOptions(isolation=level), ComponentContext(str(tmp_path / "run"), "test"))
+
+    async def probe():
+        sandbox = make()
+        try:
+            await sandbox.isolation()
+        except ConfigError as error:
+            pytest.skip(str(error))
+        finally:
+            await sandbox.close()
+
+    asyncio.run(probe())
+    return make
+
+
+class TestLocalNamespaces(SandboxConformance, IsolationConformance):
+    @pytest.fixture
+    def make_sandbox(self, tmp_path):
+        return local(tmp_path, "namespaces")
+
+
+class TestLocalLandlock(SandboxConformance, IsolationConformance):
+    @pytest.fixture
+    def make_sandbox(self, tmp_path):
+        return local(tmp_path, "landlock")
+
+
+class TestLocalPlain(SandboxConformance):
+    @pytest.fixture
+    def make_sandbox(self, tmp_path):
+        return local(tmp_path, "none")
