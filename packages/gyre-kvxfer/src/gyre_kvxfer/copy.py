@@ -1,7 +1,7 @@
 """Carry out a plan inside one process, on host memory, with numpy views.
 
-This is the CPU form of the gather, scatter and re-sharding kernels: every box becomes one strided view a side and
-one assignment a segment group, with the dtype converted on the way. Invariant: writes exactly the destination bytes the
+This is the CPU form of the gather, scatter and re-sharding kernels: every box becomes one strided view a side and one
+assignment a segment group, with the dtype converted on the way. Invariant: writes exactly the destination bytes the
 plan names. It takes buffers, not addresses; `memory.py` makes buffers of addresses.
 """
 

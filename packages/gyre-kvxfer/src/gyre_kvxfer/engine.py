@@ -22,8 +22,8 @@ Int32: TypeAlias = npt.NDArray[np.int32]
 class Region:
     """A contiguous piece of an engine's KV pool that stays where it is while it is offered.
 
-    `addr` is a virtual address in the owning process (host) or a device pointer, `nbytes` its size. `device` is `"cpu"`
-    or `"cuda:N"`. `rank` is the tensor-parallel rank whose heads it holds.
+    `addr` is a virtual address in the owning process (host) or a device pointer, `nbytes` its size. `device` is
+    `"cpu"` or `"cuda:N"`. `rank` is the tensor-parallel rank whose heads it holds.
     """
 
     addr: int
@@ -65,8 +65,8 @@ class KVSource(Protocol):
         """Stop decoding at a token border and return what is there; nothing of it changes until released."""
         ...
 
-    async def release(self, session: str, generation: int) -> None:
-        """Drop the pin. Releasing a generation that is gone is no error."""
+    async def release(self, session: str, generation: int, *, forget: bool = False) -> None:
+        """Drop the pin; with `forget` the session has left for good. Releasing what is gone is no error."""
         ...
 
     async def unfreeze(self, session: str) -> None:

@@ -17,11 +17,11 @@ class KVError(RuntimeError):
     """Base of all errors of this package."""
 
 
-class LayoutRefused(KVError):
+class LayoutRefused(KVError):  # noqa: N818 - a refusal is an answer, not a fault
     """The two layouts cannot be converted into one another, or a layout describes nothing possible."""
 
 
-class MoveRefused(KVError):
+class MoveRefused(KVError):  # noqa: N818 - a refusal is an answer, not a fault
     """A side declined the move before ownership changed; `code` says why in one stable word.
 
     Codes: `unknown_session`, `no_room`, `version`, `layout`, `busy`, `lease`, `tokens`, `aborted`, `engine`, `stale`.
@@ -51,7 +51,7 @@ class AuthenticationError(ProtocolError):
     """The peer does not hold the shared key, or a frame was changed on its way."""
 
 
-class OwnershipUnknown(KVError):
+class OwnershipUnknown(KVError):  # noqa: N818 - names a state, and the name is the message
     """The source was told to give the session up and never answered.
 
     The destination does not own the session and must not decode it. Find out whether the source lives (then ask it

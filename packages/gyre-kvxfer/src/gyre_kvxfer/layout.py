@@ -50,9 +50,9 @@ class KVLayout:
 
     `kv_heads` counts the whole model's KV heads; the rank holds the slice `heads`. `head_dim` is the width of a key
     (and of a value); for `kind="mla"` the width of the latent with its rotary part, `kv_heads` is 1 and every rank
-    holds the same bytes. `block_pitch` is the distance between two blocks in bytes when an engine pads them (0: dense).
-    `scales` names the scale set of an fp8 cache. `model` names the weights' architecture; different names never mix
-    unless one is empty.
+    holds the same bytes. `block_pitch` is the distance between two blocks in bytes when an engine pads them (0:
+    dense). `scales` names the scale set of an fp8 cache. `model` names the weights' architecture; different names
+    never mix unless one is empty.
     """
 
     layers: int
@@ -167,9 +167,14 @@ class KVLayout:
         )
 
     def fingerprint(self) -> str:
-        """16 hex digits naming the meaning of a token's KV, whatever the paging: model, shape, dtype, scales."""
-        said = [self.model, self.layers, self.first_layer, self.kv_heads, self.head_dim, self.kind, self.dtype]
-        said += [self.scales, [(s.name, s.layers, s.nbytes) for s in self.states]]
+        """16 hex digits naming what a token's KV is, whatever its paging, split and precision."""
+        said = [
+            self.model,
+            self.kv_heads,
+            self.head_dim,
+            self.kind,
+            [(s.name, s.layers, s.nbytes) for s in self.states],
+        ]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, object]:

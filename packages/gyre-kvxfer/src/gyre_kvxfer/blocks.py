@@ -1,0 +1,90 @@
+"""Blocks of a pool as byte rows, their digests, and the compact pool a conversion is staged in.
+
+Invariant: the digest of a block covers the bytes of its tokens below `n_tokens` and zeros for the rest, whatever lies
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from gyre_kvxfer.copy import Bytes, execute
+from gyre_kvxfer.digest import U64, finite, part
+from gyre_kvxfer.engine import Region
+from gyre_kvxfer.layout import KVLayout
+from gyre_kvxfer.plan import Ints, plan_transfer
+
+CHUNK_BYTES = 256 << 10
+"""Digests take this much of a region at a time, so that gathered copies stay in cache."""
+
+
+def rows(layout: KVLayout, buffers: Sequence[Bytes]) -> list[Bytes]:
+    """Every contiguous piece of a block, as uint8[num_blocks, bytes] views, in layout order."""
+    s, extents = layout.strides, layout.extents
+    at = layout.axes.index("B")
+    nbytes = layout.itemsize * int(np.prod([extents[a] for a in layout.axes[at + 1 :]], dtype=np.int64))
+    outer = np.zeros(1, np.int64)
+    for axis in layout.axes[:at]:
+        outer = (outer[:, None] + np.arange(extents[axis]) * s[axis]).ravel()
+    shape = (layout.num_blocks, nbytes)
+    return [
+        np.ndarray(shape, np.uint8, buffer=buf.data, offset=int(o), strides=(s["B"], 1))
+        for buf in buffers
+        for o in outer
+    ]
+
+
+def compact_pool(layout: KVLayout, blocks: int) -> tuple[KVLayout, list[Bytes], list[Region]]:
+    """A dense pool of the same form with `blocks` blocks, zeroed, in host memory of this process."""
+    small = replace(layout, num_blocks=blocks, block_pitch=0)
+    buffers = [np.zeros(small.region_nbytes, np.uint8) for _ in range(small.region_count)]
+    return small, buffers, [Region(b.ctypes.data, len(b)) for b in buffers]
+
+
+def block_digests(
+    kind: str, layout: KVLayout, buffers: Sequence[Bytes], blocks: Ints, first: int, stop: int, n_tokens: int
+) -> U64:
+    """uint64[stop - first]: digests of the sequence's blocks [first, stop), of which `n_tokens` tokens are there."""
+    out = np.zeros(stop - first, np.uint64)
+    full = max(first, min(stop, n_tokens // layout.block_size))
+    ids = np.asarray(blocks[first:full], np.int64)
+    for plane, table in enumerate(rows(layout, buffers)):
+        step = max(1, CHUNK_BYTES // table.shape[1])
+        for at in range(0, len(ids), step):
+            out[at : at + step][: len(ids) - at] += part(kind, _pick(table, ids[at : at + step]), plane)
+    for b in range(full, stop):
+        out[b - first] = _partial(kind, layout, buffers, blocks, b, n_tokens)
+    return out
+
+
+def _pick(table: Bytes, ids: npt.NDArray[np.int64]) -> Bytes:
+    """Rows by id: a view where ids follow one another, else a copy."""
+    if len(ids) and int(ids[-1] - ids[0]) == len(ids) - 1 and bool((np.diff(ids) == 1).all()):
+        return table[int(ids[0]) : int(ids[-1]) + 1]
+    return table[ids]
+
+
+def _partial(kind: str, layout: KVLayout, buffers: Sequence[Bytes], blocks: Ints, b: int, n_tokens: int) -> np.uint64:
+    small, held, _ = compact_pool(layout, 1)
+    tokens = min(n_tokens - b * layout.block_size, layout.block_size)
+    one = np.zeros(1, np.int64)
+    execute(plan_transfer(layout, small, np.asarray(blocks[b : b + 1]), one, start=0, stop=tokens), buffers, held)
+    total = np.zeros(1, np.uint64)
+    for plane, table in enumerate(rows(small, held)):
+        total += part(kind, table, plane)
+    return np.uint64(total[0])
+
+
+def all_finite(layout: KVLayout, buffers: Sequence[Bytes], blocks: Ints, start: int, stop: int) -> bool:
+    """Whether the KV of tokens [start, stop) is free of NaN and infinity (fp8 is not looked at)."""
+    first, last = start // layout.block_size, layout.blocks_for(stop)
+    small, held, _ = compact_pool(layout, max(1, last - first))
+    base = first * layout.block_size
+    ids = np.arange(last - first)
+    plan = plan_transfer(layout, small, np.asarray(blocks[first:last]), ids, start=start - base, stop=stop - base)
+    execute(plan, buffers, held)
+    return all(finite(b, layout.dtype) for b in held)

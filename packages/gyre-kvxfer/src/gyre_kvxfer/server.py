@@ -1,0 +1,346 @@
+"""`MigrationServer`: what a cell runs so that others can fetch its sessions.
+
+One listening endpoint for control and data connections. Each move is a `SourceMachine`; this file only carries its
+actions out and brings it messages, engine answers and the time.
+
+Invariant: one live move a session; engine calls of one move never overlap; a finished move is remembered (`REMEMBER`
+of them) so that a repeated message gets the answer it got before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gyre_kvxfer import source as m
+from gyre_kvxfer.channel import DATA, Channel, SocketChannel, accept, listen
+from gyre_kvxfer.copier import source_digests
+from gyre_kvxfer.engine import KVSource, Pinned, Region
+from gyre_kvxfer.errors import KVError, MoveRefused, TransportError, explain
+from gyre_kvxfer.layout import KVLayout
+from gyre_kvxfer.messages import Commit, Message, Offer, Open, Refused, decode, encode
+from gyre_kvxfer.naming import TokenDigest
+from gyre_kvxfer.transports import nixl
+from gyre_kvxfer.transports.base import Access, Exporter
+from gyre_kvxfer.transports.bulk import BulkServer, shm_meta
+from gyre_kvxfer.transports.choose import has_rdma
+from gyre_kvxfer.transports.process_vm import ProcessVmExporter
+
+REMEMBER = 4096
+TICK_S = 0.25
+MAX_CONNECTIONS = 1024
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ServedMove:
+    """A move at the source: its machine and what carrying it out needs."""
+
+    machine: m.SourceMachine
+    session: str
+    destination: str
+    digest: str
+    reply_to: Channel
+    task: asyncio.Task[None] | None = None
+    tokens: TokenDigest | None = None
+
+
+class MigrationServer:
+    """Serves an engine's sessions to destinations that hold the key.
+
+    `listen`: `tcp://host:port` (port 0: any) or `unix:///path`; `advertise` replaces the host others should use.
+    `transports`: names to offer, or None for those that fit this machine. `lease_s`: how long a silent destination
+    keeps pins (and a frozen session) here.
+    """
+
+    def __init__(
+        self,
+        source: KVSource,
+        *,
+        key: bytes,
+        listen: str = "tcp://127.0.0.1:0",
+        advertise: str = "",
+        transports: tuple[str, ...] | None = None,
+        lease_s: float = 10.0,
+    ) -> None:
+        if not key:
+            raise KVError(
+                explain("making a migration server", "an empty key", "a shared secret", "Give both sides one.")
+            )
+        self._source, self._key, self._listen, self._advertise = source, key, listen, advertise
+        self._wanted, self._lease_s = transports, lease_s
+        self._moves: OrderedDict[str, ServedMove] = OrderedDict()
+        self._by_session: dict[str, str] = {}
+        self._exports: dict[str, Exporter] = {}
+        self._regions: tuple[Region, ...] = ()
+        self._socket: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._open: set[SocketChannel] = set()
+        self.endpoint = ""
+
+    # -- life ----------------------------------------------------------------------------------------------------
+    async def start(self) -> MigrationServer:
+        """Listen; `endpoint` is set afterwards."""
+        self._socket, real = listen(self._listen)
+        self.endpoint = f"tcp://{self._advertise}:{real.rpartition(':')[2]}" if self._advertise else real
+        self._spawn(self._accept())
+        self._spawn(self._ticks())
+        return self
+
+    async def close(self) -> None:
+        """Stop listening, end all moves (their sessions stay here, unless given), let go of transports."""
+        for move in list(self._moves.values()):
+            if move.machine.owns:
+                await self._run(move, move.machine.handle(m.ActionFailed("pin", "closed", "the source shuts down")))
+        engine = [x.task for x in self._moves.values() if x.task is not None and not x.task.done()]
+        if engine:
+            await asyncio.wait(engine, timeout=self._lease_s)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for channel in list(self._open):
+            with contextlib.suppress(OSError):
+                channel.sock.shutdown(socket.SHUT_RDWR)
+            await channel.close()
+        if self._socket is not None:
+            self._socket.close()
+        for export in self._exports.values():
+            export.close()
+        self._exports.clear()
+        if self._listen.startswith("unix://"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._listen.removeprefix("unix://"))
+
+    async def __aenter__(self) -> MigrationServer:
+        return await self.start()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # -- for the owner -------------------------------------------------------------------------------------------
+    def moves(self) -> dict[str, tuple[str, str]]:
+        """Session and state of every remembered move, by move name."""
+        return {name: (x.session, x.machine.state) for name, x in self._moves.items()}
+
+    async def fence(self, destination: str) -> list[str]:
+        """This destination is dead for certain: take its sessions back. Returns those that came back after being
+        given.
+        """
+        back = []
+        for move in [x for x in self._moves.values() if x.destination == destination]:
+            given = move.machine.state == "given"
+            await self._run(move, move.machine.handle(m.Fenced()))
+            back += [move.session] if given else []
+        return back
+
+    # -- connections ---------------------------------------------------------------------------------------------
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _accept(self) -> None:
+        assert self._socket is not None
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(self._socket)
+            sock.setblocking(False)
+            if len(self._open) >= MAX_CONNECTIONS:
+                sock.close()
+                continue
+            self._spawn(self._connection(sock))
+
+    async def _connection(self, sock: socket.socket) -> None:
+        try:
+            kind, channel = await accept(sock, self._key)
+        except (KVError, OSError, TimeoutError) as err:
+            log.warning("a connection was turned away: %s", err)
+            return
+        self._open.add(channel)
+        if kind == DATA:
+            threading.Thread(target=self._serve_data, args=(channel,), daemon=True).start()
+            return
+        try:
+            while True:
+                await self._message(decode(await channel.recv()), channel)
+        except TransportError:
+            pass
+        except KVError as err:
+            log.warning("a control connection was dropped: %s", err)
+        finally:
+            self._open.discard(channel)
+            await channel.close()
+
+    def _serve_data(self, channel: SocketChannel) -> None:
+        try:
+            BulkServer(self._regions, self._readable).serve(channel)
+        except (KVError, OSError) as err:
+            log.debug("a data connection ended: %s", err)
+        finally:
+            self._open.discard(channel)
+
+    def _readable(self, move: str) -> bool:
+        known = self._moves.get(move)
+        return known is not None and known.machine.readable
+
+    async def _ticks(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            for move in list(self._moves.values()):
+                await self._run(move, move.machine.handle(m.Tick(now)))
+
+    # -- messages ------------------------------------------------------------------------------------------------
+    async def _message(self, message: Message, channel: Channel) -> None:
+        move = self._moves.get(message.move)
+        if move is None:
+            if not isinstance(message, Open):
+                if isinstance(message, Commit):
+                    await self._send(channel, Refused(message.move, message.seq, "stale", "no such move is known here"))
+                return
+            refusal = await self._admit(message)
+            if refusal is not None:
+                await self._send(channel, refusal)
+                return
+            move = self._moves.get(message.move) or self._remember(message, channel)
+        move.reply_to = channel
+        await self._run(move, move.machine.handle(m.Received(message, time.monotonic())))
+
+    async def _admit(self, message: Open) -> Refused | None:
+        """Whether a new move may begin; an older move of the same destination gives way."""
+        other = self._moves.get(self._by_session.get(message.session, ""))
+        if other is not None and other.destination == message.destination and other.machine.readable:
+            await self._run(other, other.machine.handle(m.ActionFailed("pin", "superseded", "a newer move")))
+            if other.task is not None:
+                await asyncio.wait([other.task])
+            other = self._moves.get(self._by_session.get(message.session, ""))
+        if other is not None:
+            said = f"the session is in move {other.machine.move}, state {other.machine.state}"
+            return Refused(message.move, message.seq, "busy", said)
+        try:
+            self._export()
+        except KVError as err:
+            return Refused(message.move, message.seq, "engine", str(err))
+        return None
+
+    def _remember(self, message: Open, channel: Channel) -> ServedMove:
+        machine = m.SourceMachine(message.move, self._lease_s)
+        move = ServedMove(machine, message.session, message.destination, message.digest, channel)
+        self._moves[message.move] = move
+        self._by_session[message.session] = message.move
+        while len(self._moves) > REMEMBER:
+            oldest = next(iter(self._moves))
+            if self._moves[oldest].machine.state not in ("moved", "aborted"):
+                break
+            del self._moves[oldest]
+        return move
+
+    async def _send(self, channel: Channel, message: Message) -> None:
+        with contextlib.suppress(TransportError):
+            await channel.send(encode(message))
+
+    # -- actions -------------------------------------------------------------------------------------------------
+    async def _run(self, move: ServedMove, actions: list[m.Action]) -> None:
+        for action in actions:
+            match action:
+                case m.Send(message):
+                    await self._send(move.reply_to, message)
+                case m.SendOffer():
+                    await self._send_offer(move, action)
+                case m.DoPin() | m.DoFreeze():
+                    move.task = self._spawn(self._engine(move, action))
+                case m.DoRelease(generation, forget):
+                    await self._quietly(self._source.release(move.session, generation, forget=forget))
+                case m.DoUnfreeze():
+                    await self._quietly(self._source.unfreeze(move.session))
+                case m.Closed():
+                    if self._by_session.get(move.session) == move.machine.move:
+                        del self._by_session[move.session]
+
+    async def _quietly(self, call: Awaitable[None]) -> None:
+        try:
+            await call
+        except Exception:
+            log.exception("the engine failed while a move was being cleaned up")
+
+    async def _engine(self, move: ServedMove, action: m.DoPin | m.DoFreeze) -> None:
+        """Pin or freeze, then tell the machine."""
+        name = "pin" if isinstance(action, m.DoPin) else "freeze"
+        event: m.Event
+        try:
+            pinned = await (self._source.pin if name == "pin" else self._source.freeze)(move.session)
+            layout = self._source.layout()
+            digest = self._token_digest(move, layout, pinned)
+            if name == "pin":
+                event = m.PinDone(pinned, digest, len(pinned.token_ids) * layout.token_nbytes)
+            else:
+                event = m.FreezeDone(pinned, digest)
+        except MoveRefused as err:
+            event = m.ActionFailed(name, err.code, str(err))
+        except Exception as err:  # noqa: BLE001 - boundary: whatever the engine raises is a refusal with its words
+            event = m.ActionFailed(name, "engine", f"{type(err).__name__}: {err}")
+        await self._run(move, move.machine.handle(event))
+
+    def _token_digest(self, move: ServedMove, layout: KVLayout, pinned: Pinned) -> str:
+        """Digest of all tokens; those of earlier rounds are not hashed again."""
+        if move.tokens is None:
+            move.tokens = TokenDigest(layout.fingerprint(), pinned.version)
+        move.tokens.update(pinned.token_ids[move.tokens.count :])
+        return move.tokens.hex()
+
+    async def _send_offer(self, move: ServedMove, offer: m.SendOffer) -> None:
+        pinned, layout = offer.pinned, self._source.layout()
+        digests = np.zeros(0, np.uint64)
+        if offer.frozen and move.digest:
+            blocks, n = pinned.block_ids, len(pinned.token_ids)
+            digests = await asyncio.to_thread(source_digests, move.digest, layout, self._regions, blocks, n)
+        access = ""
+        if offer.first:
+            metas = {name: x.meta() for name, x in self._exports.items()}
+            metas |= {name: shm_meta() for name in ("shm", "tcp") if name in self._offered()}
+            access = Access(layout, self._regions, metas).dumps()
+        message = Offer(
+            *(move.machine.move, offer.seq, move.session, pinned.generation, pinned.version, offer.frozen),
+            *(offer.have, len(pinned.token_ids), layout.block_size, offer.token_digest),
+            *(layout.fingerprint(), int(self._lease_s * 1000)),
+            access,
+            np.asarray(pinned.token_ids[offer.have :], np.int32),
+            np.asarray(pinned.block_ids[offer.have // layout.block_size :], np.int32),
+            digests,
+        )
+        await self._send(move.reply_to, message)
+
+    # -- transports ----------------------------------------------------------------------------------------------
+    def _offered(self) -> tuple[str, ...]:
+        if self._wanted is not None:
+            return self._wanted
+        if any(r.device != "cpu" for r in self._regions):
+            return ("nixl",)
+        return ("process_vm", "nixl", "shm", "tcp") if has_rdma() and nixl.flavour() else ("process_vm", "shm", "tcp")
+
+    def _export(self) -> None:
+        """Make the pool readable; again if the engine has moved it since."""
+        regions = tuple(self._source.regions())
+        if regions == self._regions and self._regions:
+            return
+        for old in self._exports.values():
+            old.close()
+        self._exports.clear()
+        self._regions = regions
+        if "process_vm" in self._offered():
+            self._exports["process_vm"] = ProcessVmExporter()
+        if "nixl" in self._offered():
+            self._exports["nixl"] = nixl.NixlExporter(regions)
