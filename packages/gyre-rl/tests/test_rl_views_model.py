@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from gyre_core import CellState, RunEvent
 from gyre_rl.views import events as ev
+from gyre_rl.views.log import decode_lines
 from gyre_rl.views.model import RATE_SAMPLES, RECENT, RunState, cell_name, fold, reduce
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ def test_each_kind_goes_through_its_json_line_and_back():
         ev.LoadSampled(1, 2, 3, 4.0, 5.0, low=0.7, high=None),
     ]
     lines = [ev.encode(event.at(1.5)) + b"\n" for event in samples]
-    assert [ev.parse(event) for event in ev.decode_lines(lines)] == samples
+    assert [ev.parse(event) for event in decode_lines(lines)] == samples
     defined = {c.__name__ for c in vars(ev).values() if isinstance(c, type) and issubclass(c, ev.Event)} - {"Event"}
     assert {cls.__name__ for cls in ev.KINDS.values()} == defined
     assert all(ev.KINDS[kind].kind == kind for kind in ev.KINDS)
@@ -42,9 +43,9 @@ def test_unknown_kinds_and_fields_are_skipped_and_broken_events_are_named():
 
 def test_a_log_that_was_cut_in_its_last_line_is_read_to_there():
     whole = ev.encode(BEGIN.at(1.0)) + b"\n"
-    assert len(list(ev.decode_lines([whole, whole[:20]]))) == 1
+    assert len(list(decode_lines([whole, whole[:20]]))) == 1
     with pytest.raises(ValueError, match="line 1"):
-        list(ev.decode_lines([whole[:20] + b"\n", whole]))
+        list(decode_lines([whole[:20] + b"\n", whole]))
 
 
 def test_cells_have_lives_and_words_of_an_old_one_change_nothing():

@@ -26,14 +26,16 @@ log stays readable. The scheduler's own events (its write-ahead log) are another
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
 import msgspec
 from gyre_core.runtime import RunEvent
+
+from gyre_rl.views.log import decode_lines as decode_lines
+from gyre_rl.views.log import read_log as read_log
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,23 +406,3 @@ def parse(event: RunEvent) -> Event | None:
 def encode(event: RunEvent) -> bytes:
     """One JSON line, without its newline."""
     return msgspec.json.encode({"time": event.time, "kind": event.kind, "data": event.data})
-
-
-def decode_lines(lines: Iterable[bytes]) -> Iterator[RunEvent]:
-    """The events of a log. A last line that was cut in writing is left out; ValueError for any other broken line."""
-    decoder = msgspec.json.Decoder(RunEvent)
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            yield decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if not line.endswith(b"\n"):
-                return
-            raise ValueError(f"reading an event log, line {number}: {error}") from error
-
-
-def read_log(path: Path) -> list[RunEvent]:
-    """All events of the JSON-lines file at `path`."""
-    with path.open("rb") as lines:
-        return list(decode_lines(lines))
