@@ -1,0 +1,198 @@
+"""A call that moves between cells keeps every token once and in order. Real HTTP cells with a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+from gyre_core import ContextLengthError, FinishReason, GenerateChunk, GenerateRequest
+from gyre_rl.cell.calls import answer_call
+from gyre_rl.cell.messages import CallBody
+from gyre_rl.procs.wire import authorised, serve, unpack
+from gyre_rl.proxy.backend import CallOver, CellBackend, Route, RouteAsk, first_prefix
+from gyre_tito import BackendError, GenerateCall, PromptTooLongError, Sampling
+
+
+class CountingEngine:
+    """Samples `len(prompt) + i`, so that a token tells its own position; gives calls up after `abort_after` tokens."""
+
+    def __init__(self, version: int, abort_after: int | None = None, die_after: int | None = None) -> None:
+        self.version, self.abort_after, self.die_after = version, abort_after, die_after
+        self.requests: list[GenerateRequest] = []
+        self.closed = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        self.requests.append(request)
+        if len(request.prompt_ids) > 100:
+            raise ContextLengthError("prefilling", got="101 tokens", expected="100")
+        try:
+            for i in range(request.sampling.max_tokens):
+                if i == self.abort_after:
+                    yield GenerateChunk(finish=FinishReason.ABORT)
+                    return
+                if i == self.die_after:
+                    raise ConnectionResetError
+                await asyncio.sleep(0.001)
+                token = len(request.prompt_ids) + i
+                last = i + 1 == request.sampling.max_tokens
+                finish = FinishReason.LENGTH if last else None
+                yield GenerateChunk((token,), (-0.5,), (self.version,), finish, 7 if i == 0 else None)
+        finally:
+            self.closed += 1
+
+
+@asynccontextmanager
+async def cell(engine: CountingEngine, refuse: int = 0) -> AsyncIterator[str]:
+    left = refuse
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        nonlocal left
+        authorised(request, "secret")
+        if left:
+            left -= 1
+            return web.Response(status=409, text="draining")
+        body = unpack(await request.read(), CallBody)
+        try:
+            return await answer_call(request, engine, body)
+        except ConnectionResetError:
+            request.transport.abort()  # what a killed process looks like from outside
+            raise
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    runner, port = await serve(app, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await runner.cleanup()
+
+
+class ScriptedRouter:
+    def __init__(self, *urls: str) -> None:
+        self.urls = list(urls)
+        self.asks: list[RouteAsk] = []
+        self.overs: list[CallOver] = []
+
+    async def route(self, ask: RouteAsk) -> Route:
+        self.asks.append(ask)
+        url = self.urls.pop(0) if len(self.urls) > 1 else self.urls[0]
+        return Route(f"cell#{len(self.asks)}", url)
+
+    async def over(self, event: CallOver) -> None:
+        self.overs.append(event)
+
+
+def call(prompt: int = 5, max_tokens: int = 8, new_from: int = 0) -> GenerateCall:
+    ids = np.arange(prompt, dtype=np.int32)
+    return GenerateCall("x#0", "x", "main", ids, new_from, Sampling(max_tokens=max_tokens))
+
+
+async def collect(router: ScriptedRouter, what: GenerateCall):
+    async with aiohttp.ClientSession() as http:
+        backend = CellBackend(http, "secret", router)
+        return [chunk async for chunk in backend.generate(what)]
+
+
+def tokens(chunks) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+async def test_an_undisturbed_call():
+    engine = CountingEngine(3)
+    async with cell(engine) as url:
+        router = ScriptedRouter(url)
+        chunks = await collect(router, call())
+    assert tokens(chunks) == list(range(5, 13))
+    assert chunks[-1].finish_reason == "length"
+    assert chunks[0].cached_tokens == 7
+    assert router.overs == [CallOver("x/main", "x", 13, 7, 8, 1)]
+
+
+async def test_a_call_given_up_goes_on_elsewhere_with_its_tokens_and_both_versions():
+    first, second = CountingEngine(3, abort_after=3), CountingEngine(4)
+    async with cell(first) as one, cell(second) as two:
+        router = ScriptedRouter(one, two)
+        chunks = await collect(router, call())
+    assert tokens(chunks) == list(range(5, 13))
+    assert [v for chunk in chunks for v in chunk.versions] == [3] * 3 + [4] * 5
+    assert list(second.requests[0].prompt_ids) == list(range(8))
+    assert second.requests[0].sampling.max_tokens == 5
+    assert [chunk.finish_reason for chunk in chunks][:-1] == [None] * (len(chunks) - 1)
+    assert router.asks[1].prompt_tokens == 8
+    assert router.overs[0].segments == 2
+
+
+async def test_a_cell_that_dies_in_mid_call_loses_no_token_that_was_yielded():
+    dying, healthy = CountingEngine(3, die_after=4), CountingEngine(3)
+    async with cell(dying) as one, cell(healthy) as two:
+        router = ScriptedRouter(one, two)
+        chunks = await collect(router, call())
+    assert tokens(chunks) == list(range(5, 13))
+    assert router.asks[1].lost == "cell#1"
+
+
+async def test_a_call_cut_exactly_at_its_limit_ends_as_length():
+    engine = CountingEngine(3, abort_after=8)
+    engine.generate_more = True
+
+    async def generate(request):
+        for i in range(8):
+            yield GenerateChunk((5 + i,), (-0.5,), (3,))
+        yield GenerateChunk(finish=FinishReason.ABORT)
+
+    engine.generate = generate
+    async with cell(engine) as url:
+        chunks = await collect(ScriptedRouter(url), call())
+    assert tokens(chunks) == list(range(5, 13))
+    assert chunks[-1].finish_reason == "length"
+
+
+async def test_a_refusal_asks_for_another_route():
+    engine = CountingEngine(3)
+    async with cell(engine, refuse=2) as url:
+        router = ScriptedRouter(url)
+        chunks = await collect(router, call())
+    assert tokens(chunks) == list(range(5, 13))
+    assert len(router.asks) == 3
+    assert not router.asks[1].lost
+
+
+async def test_a_prompt_that_is_too_long_is_the_agents_limit():
+    async with cell(CountingEngine(3)) as url:
+        with pytest.raises(PromptTooLongError, match="101 tokens"):
+            await collect(ScriptedRouter(url), call(prompt=101))
+
+
+async def test_sampling_that_would_not_train_is_refused():
+    odd = GenerateCall("x#0", "x", "main", np.arange(3, dtype=np.int32), 0, Sampling(4, presence_penalty=0.5))
+    with pytest.raises(BackendError, match="presence_penalty"):
+        await collect(ScriptedRouter("http://127.0.0.1:9"), odd)
+
+
+async def test_a_client_that_goes_away_stops_the_generation():
+    engine = CountingEngine(3)
+    async with cell(engine) as url, aiohttp.ClientSession() as http:
+        router = ScriptedRouter(url)
+        stream = CellBackend(http, "secret", router).generate(call(max_tokens=10_000))
+        async for _ in stream:
+            break
+        await stream.aclose()
+        for _ in range(200):
+            if engine.closed:
+                break
+            await asyncio.sleep(0.01)
+    assert engine.closed == 1
+    assert len(router.overs) == 1
+
+
+def test_only_a_new_session_is_hashed():
+    assert first_prefix(call(prompt=200, new_from=10)) == ()
+    same = first_prefix(call(prompt=200))
+    assert len(same) == 3
+    assert same == first_prefix(call(prompt=200))
+    assert first_prefix(call(prompt=63)) == ()

@@ -1,0 +1,211 @@
+"""Bookkeeping of a run: the task stream, the feed of groups, micro-batches, contributions at rest, resuming."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gyre_core import BatchStats, ConfigError, Contribution, InfrastructureError, ScorerSpec, Task
+from gyre_loss.serial import from_bytes
+from gyre_rl.config.schema import LossConfig
+from gyre_rl.run.atrest import contributions_at_rest, keep_record
+from gyre_rl.run.batches import Member, build_group, count_branches
+from gyre_rl.run.bus import EventBus
+from gyre_rl.run.directory import RunDirectory
+from gyre_rl.run.feed import Feed
+from gyre_rl.run.resume import read_past
+from gyre_rl.run.stream import TaskStream, group_index, group_name
+from gyre_rl.views import events as ev
+from gyre_tito import CallRecord, ExecutionSpec, Score, Status, Store
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def tasks(count: int) -> list[Task]:
+    return [Task(f"t{i}", "do", ScorerSpec("files")) for i in range(count)]
+
+
+@given(st.integers(1, 20), st.integers(0, 5), st.integers(0, 3))
+def test_every_task_comes_once_before_any_comes_again(count, seed, epoch):
+    stream = TaskStream(tasks(count), seed)
+    drawn = [stream.task(epoch * count + i).id for i in range(count)]
+    assert sorted(drawn) == sorted(f"t{i}" for i in range(count))
+    assert drawn == [TaskStream(tasks(count), seed).task(epoch * count + i).id for i in range(count)]
+
+
+def test_seeds_differ_and_an_empty_split_is_an_error():
+    first = [TaskStream(tasks(30), 0).task(i).id for i in range(30)]
+    assert first != [TaskStream(tasks(30), 1).task(i).id for i in range(30)]
+    assert first != [f"t{i}" for i in range(30)]
+    with pytest.raises(ConfigError, match="at least one task"):
+        TaskStream([], 0)
+    assert group_index(group_name(17)) == 17
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 2), st.lists(st.booleans(), max_size=40))
+def test_exactly_the_wanted_number_of_groups_trains(steps, per_step, staleness, fates):
+    feed = Feed(steps * per_step, (staleness + 1) * per_step)
+    trained, fate = 0, iter(fates)
+    for _ in range(10_000):
+        for _ in range(feed.due()):
+            feed.take(group_name(feed.next_index))
+        if not feed.open:
+            break
+        assert len(feed.open) <= (staleness + 1) * per_step
+        if next(fate, True):
+            chosen = tuple(sorted(feed.open)[:per_step])
+            feed.trained(chosen)
+            trained += len(chosen)
+        else:
+            feed.left(min(feed.open))
+    assert trained == steps * per_step
+
+
+def tree(sampled: int = 3):
+    """prompt of 2, then two branches with `sampled` and 1 sampled tokens."""
+    n = 2 + sampled + 1
+    on = np.array([False, False] + [True] * (sampled + 1))
+    return {
+        "node_parent": np.array([-1, 0, 0], np.int32),
+        "node_start": np.array([0, 2, 2 + sampled, n], np.int64),
+        "token_ids": np.arange(1, n + 1, dtype=np.int32),
+        "sampled": on,
+        "logprobs": np.where(on, -0.5, np.nan).astype(np.float32),
+        "versions": np.where(on, 0, -1).astype(np.int32),
+    }
+
+
+def test_a_groups_batches_hold_every_trained_token_once_with_its_weight():
+    members = [Member("a", "completed", 1.0, tree(3)), Member("b", "timeout", 0.0, tree(5))]
+    members.append(Member("c", "failed", math.nan, None))
+    built = build_group("g000001", 0, members, LossConfig(micro_batch_tokens=7), trainer_version=0)
+    batches = [from_bytes(b.blob) for b in built.batches]
+    assert [b.id for b in built.batches] == [f"g000001.{i}" for i in range(len(batches))]
+    assert sum(b.entries for b in batches) == 4 + 6
+    total = sum(float(b.entry_weight.sum()) for b in batches)
+    assert total == pytest.approx(1.0)  # 1/K per execution, K = 2: the failed one is in no denominator
+    assert built.scores == (1.0, 0.0)
+    assert built.group.divisor == 1.0
+
+
+def test_building_a_group_again_gives_the_same_batches():
+    members = [Member("a", "completed", 1.0, tree(3)), Member("b", "completed", 0.0, tree(5))]
+    one, two = (build_group("g", 0, members, LossConfig(), trainer_version=0) for _ in range(2))
+    assert one.batches == two.batches
+
+
+def test_equal_scores_make_no_batches_but_a_seat():
+    members = [Member("a", "completed", 0.5, tree(3)), Member("b", "completed", 0.5, tree(5))]
+    built = build_group("g", 0, members, LossConfig(), trainer_version=0)
+    assert built.batches == ()
+    assert built.group.divisor == 1.0
+    assert built.group.advantages.note.value == "equal"
+
+
+def test_branches_are_leaves_less_one():
+    assert count_branches(np.array([-1, 0, 0], np.int32)) == 1
+    assert count_branches(np.array([-1], np.int32)) == 0
+    assert count_branches(np.zeros(0, np.int32)) == 0
+
+
+def contribution(folder: Path, number: int = 1) -> Contribution:
+    folder.mkdir(parents=True, exist_ok=True)
+    location = folder / f"{number}.safetensors"
+    location.write_bytes(b"x")
+    return Contribution(f"{number}", 2, 2, ("g000004.0",), str(location), BatchStats(0.5, 10, 5, 0.1))
+
+
+def test_contributions_at_rest_are_read_back_and_a_missing_tensor_file_drops_one(tmp_path):
+    directory = RunDirectory(tmp_path)
+    one, two = (contribution(directory.contributions(2), i) for i in (1, 2))
+    for item in (one, two):
+        keep_record(directory.contributions(2), item)
+    assert contributions_at_rest(directory, 2) == [one, two]
+    Path(one.location).unlink()
+    assert contributions_at_rest(directory, 2) == [two]
+    assert contributions_at_rest(directory, 3) == []
+
+
+def test_a_run_directory_takes_one_run_at_a_time(tmp_path):
+    held = RunDirectory(tmp_path).lock()
+    with pytest.raises(InfrastructureError, match="another run is working"):
+        RunDirectory(tmp_path).lock()
+    held.close()
+    RunDirectory(tmp_path).lock().close()
+
+
+async def test_what_ended_is_kept_and_what_had_not_starts_again(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.checkpoint(1).mkdir(parents=True)
+    bus = EventBus(directory.events, [])
+    empty = np.zeros(0, np.int32)
+    with Store.open(directory.store, writable=True) as store:
+        for name in ("g000000.0", "g000001.0", "g000001.1", "g000001.1.r1", "g000002.0"):
+            group = name.split(".")[0]
+            await store.add_execution(ExecutionSpec(name, "t", group))
+            attempt = 1 if name.endswith(".r1") else 0
+            bus.emit(ev.ExecutionStarted(name, "t", group, 0, "train", attempt))
+            record = CallRecord(0, "main", -1, 0, empty, empty, np.zeros(0, np.float32), empty, "stop")
+            await store.add_call(name, record)
+        await store.close_execution("g000000.0", Status.COMPLETED, Score(1.0))
+        await store.close_execution("g000001.0", Status.TIMEOUT, Score(0.25))
+        await store.close_execution("g000001.1", Status.FAILED)
+    bus.emit(ev.GroupReady("g000000", 0, 1))
+    bus.emit(ev.StepApplied(0, 1, 1.0, 1.0))
+    bus.emit(ev.Evaluated("heldout", 0, 0, 0.2, 1, 1))
+    bus.close()
+    with Store.open(directory.store) as store:
+        past = read_past(directory, ev.read_log(directory.events), store)
+    assert past.version == 1
+    assert [group.name for group in past.groups] == ["g000001", "g000002"]
+    kept = past.groups[0]
+    assert {name: (f.recorded, f.score, f.partial) for name, f in kept.finished.items()} == {
+        "g000001.0": ("g000001.0", 0.25, True)
+    }
+    assert kept.attempts == {"g000001.1": 2}
+    assert past.groups[1].attempts == {"g000002.0": 1}
+    assert past.next_group == 3
+    assert past.score_before == 0.2
+
+
+def test_a_log_ahead_of_its_checkpoints_is_an_error(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.checkpoint(1).mkdir(parents=True)
+    with Store.open(directory.store, writable=True):
+        pass
+    log = [ev.StepApplied(4, 5, 1.0, 1.0).at(0.0)]
+    with Store.open(directory.store) as store, pytest.raises(InfrastructureError, match="step 4 is applied"):
+        read_past(directory, log, store)
+
+
+def test_a_full_disk_stops_the_log_with_a_clear_error(tmp_path):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this kernel has no /dev/full")
+    bus = EventBus(full, [])
+    with pytest.raises(InfrastructureError, match="No space left"):
+        bus.emit(ev.Notice("hello"))
+
+
+def test_a_broken_sink_is_dropped_and_the_others_go_on(tmp_path):
+    seen = []
+
+    class Broken:
+        def emit(self, event):
+            raise RuntimeError("no")
+
+        def close(self):
+            raise RuntimeError("no")
+
+    class Good(Broken):
+        def emit(self, event):
+            seen.append(event.kind)
+
+    bus = EventBus(tmp_path / "events.jsonl", [Broken(), Good()])
+    bus.notice("one")
+    bus.notice("two")
+    bus.close()
+    assert seen == ["notice", "notice"]
+    assert [e.data["text"] for e in ev.read_log(tmp_path / "events.jsonl")] == ["one", "two"]
