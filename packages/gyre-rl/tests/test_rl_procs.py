@@ -175,7 +175,7 @@ async def test_a_child_that_cannot_start_says_why(fleet):
 
 async def test_a_child_that_dies_at_its_start_shows_its_log(fleet):
     made, _ = fleet
-    with pytest.raises(InfrastructureError, match="status 7(.|\n)*last words"):
+    with pytest.raises(InfrastructureError, match=r"status 7(.|\n)*last words"):
         await made.ready(await _start(made, exit=True), Number)
 
 

@@ -250,6 +250,7 @@ class Ring:
         """Mean score on the held-out tasks under the present weights."""
         parts, config = self.parts, self.parts.config
         began, step = time.monotonic(), parts.training.applied
+        await self._engines_at(step)
         groups: list[str] = []
         for number, task in enumerate(self.tasks.heldout):
             name = f"eval-{step:06d}-{number:04d}"
@@ -284,6 +285,14 @@ class Ring:
             parts.rollout.forget(name)
             del parts.driver.evaluations[name]
         return score
+
+    async def _engines_at(self, version: int) -> None:
+        """Wait until every rollout cell samples with `version`, so that an evaluation judges one policy."""
+        while True:
+            cells = [cell for cell in self.parts.runner.state.cells() if cell.state.value == "ROLLOUT"]
+            if cells and all(cell.version == version for cell in cells):
+                return
+            await asyncio.sleep(0.02)
 
     # -- the end ---------------------------------------------------------------------------------------------
     def _summary(self, status: str, before: float | None, after: float | None) -> RunSummary:

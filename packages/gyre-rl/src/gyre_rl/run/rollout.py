@@ -135,6 +135,9 @@ class Rollout:
             await self._close(recorded, outcome)
         except GyreError as error:
             outcome = Outcome(ExecutionEnd(ExecutionStatus.FAILED, str(error)), None, 0.0)
+        except Exception as error:  # boundary: a failed execution is a record with a cause, not the end of the run
+            log.exception("execution %s failed", recorded)
+            outcome = Outcome(ExecutionEnd(ExecutionStatus.FAILED, f"{type(error).__name__}: {error}"), None, 0.0)
         finally:
             self._running.pop(execution, None)
         score = None if outcome.score is None else outcome.score.value
