@@ -322,9 +322,9 @@ class LoadSampled(Event):
     capacity: float
     """What the rollout cells can take, in slots: the smaller of slots and KV."""
     low: float | None = None
-    """Share of the capacity (of the cells that would remain) below which a rollout cell may be released."""
+    """Demand, in slots, below which a rollout cell may be released."""
     high: float | None = None
-    """Share of the capacity above which a satellite is claimed back."""
+    """Demand, in slots, above which a satellite is claimed back."""
     ready_tokens: int = 0
     """Training data in the ledger that nobody computes yet."""
     leased_tokens: int = 0

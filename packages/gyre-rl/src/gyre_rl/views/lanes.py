@@ -16,6 +16,7 @@ from gyre_rl.views.svg import Frame, Scale, legend, svg, thin, x_axis
 from gyre_rl.views.timeline import Segment, Timeline
 
 MAX_LANES = 40
+LEFT = 92
 ROW = 24
 LEAST_WIDTH = 0.6
 """Narrower segments would vanish."""
@@ -37,11 +38,11 @@ def lanes(line: Timeline) -> str:
     """The chart with its legend; time runs from the start of the run."""
     states = {segment.state for lane in line.lanes.values() for segment in lane}
     keys = KEYS + [(name, look, False) for name, look, state in RARE if state in states]
-    return (_rows(line) if len(line.lanes) <= MAX_LANES else _areas(line)) + legend(keys)
+    return (_rows(line) if len(line.lanes) <= MAX_LANES else _areas(line)) + legend(Frame(left=LEFT), keys)
 
 
 def _rows(line: Timeline) -> str:
-    frame = Frame(height=len(line.lanes) * ROW + 60, left=92)
+    frame = Frame(height=len(line.lanes) * ROW + 60, left=LEFT)
     x = frame.x(0.0, max(line.end - line.start, 1e-6))
     foot = frame.height - frame.bottom
     body = [
@@ -71,7 +72,7 @@ def _bar(segment: Segment, x: Scale, top: float, start: float) -> str:
 
 def _areas(line: Timeline) -> str:
     """Cells by role over time, stacked."""
-    frame = Frame(height=260)
+    frame = Frame(height=260, left=LEFT)
     x, y = frame.x(0.0, max(line.end - line.start, 1e-6)), frame.y(0.0, float(len(line.lanes)))
     body: list[str] = []
     moments = _counts(line)

@@ -121,7 +121,8 @@ def _work(state: RunState) -> Text:
 def _load(load: ev.LoadSampled) -> Text:
     share = load.demand / load.capacity if load.capacity > 0 else 0.0
     filled = min(GAUGE, round(share / GAUGE_TOP * GAUGE))
-    marks = {min(GAUGE - 1, int(m / GAUGE_TOP * GAUGE)) for m in (load.low, load.high) if m is not None}
+    marked = [m / load.capacity for m in (load.low, load.high) if m is not None and load.capacity > 0]
+    marks = {min(GAUGE - 1, int(m / GAUGE_TOP * GAUGE)) for m in marked}
     text = Text()
     for i in range(GAUGE):
         text.append("│" if i in marks else "█" if i < filled else "·", style="bold" if i in marks else "cyan")

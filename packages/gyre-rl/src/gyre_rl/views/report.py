@@ -25,6 +25,8 @@ from gyre_rl.views.timeline import Timeline, timeline
 
 ROWS = 200
 """Rows of a table; the log has the rest."""
+TIMES = Frame(height=230, left=92)
+"""Charts over time, aligned with the lanes."""
 HALF = Frame(width=430, height=200, left=46)
 
 
@@ -83,7 +85,7 @@ def _head(line: Timeline, name: str) -> str:
     if lives:
         facts.append(datetime.fromtimestamp(line.start, UTC).strftime("%Y-%m-%d %H:%M UTC"))
     if len(lives) > 1:
-        facts.append(f"resumed {len(lives) - 1} times")
+        facts.append("resumed once" if len(lives) == 2 else f"resumed {len(lives) - 1} times")
     reason = line.final.ended.reason if line.final.ended and line.final.ended.reason else ""
     tail = f'<p class="sub">{escape(reason)}</p>' if reason else ""
     words_of = {"cut": "ended without a word"}.get(status, status)
@@ -140,8 +142,8 @@ def _score(line: Timeline) -> str:
     judged = [(float(s.event.step), s.event.score) for s in line.evals if isinstance(s.event, ev.Evaluated)]
     drawn = chart(
         [Line("training executions, mean of the step", train, "c1", dots=len(train) <= 40),
-         Line("held-out tasks", judged, "c2", dash=True, dots=True)],
-        x_label="optimizer steps applied", y_label="score", y_range=(0.0, 1.0),
+         Line("held-out tasks", judged, "c2", dots=True, joined=False)],
+        x_label="optimizer steps applied", y_label="score", y_range=(0.0, 1.0), whole_x=True,
         x_range=(0.0, max([1.0, *(p[0] for p in train + judged)])),
     )  # fmt: skip
     return _section(
@@ -167,15 +169,15 @@ def _load(line: Timeline) -> str:
     rows = [(s.time - line.start, s.event) for s in line.samples if isinstance(s.event, ev.LoadSampled)]
     demand = [(t, e.demand) for t, e in rows]
     capacity = [(t, e.capacity) for t, e in rows]
-    low = [(t, e.low * e.capacity) for t, e in rows if e.low is not None]
-    high = [(t, e.high * e.capacity) for t, e in rows if e.high is not None]
+    low = [(t, e.low) for t, e in rows if e.low is not None]
+    high = [(t, e.high) for t, e in rows if e.high is not None]
     drawn = chart(
         [Line("sampling capacity", capacity, "c5", step=True),
          Line("high mark", high, "c4", dash=True, step=True),
          Line("low mark", low, "c3", dash=True, step=True),
          Line("unfinished work", demand, "c1", area=True)],
-        x_words=words.clock, x_label="time since the start", y_label="slots", frame=Frame(height=240),
-        y_words=words.count,
+        x_words=words.clock, x_label="time since the start", y_label="slots", frame=TIMES,
+        y_words=words.count, x_range=_span(line),
     )  # fmt: skip
     return _section(
         "Load against capacity and watermarks",
@@ -183,6 +185,10 @@ def _load(line: Timeline) -> str:
         "Capacity and marks move because cells change role.",
         drawn,
     )
+
+
+def _span(line: Timeline) -> tuple[float, float]:
+    return 0.0, max(line.end - line.start, 1e-6)
 
 
 def _step_time(line: Timeline) -> str:
@@ -199,7 +205,7 @@ def _staleness(line: Timeline) -> str:
     most = [(float(e.step + 1), float(e.staleness_max)) for _, e in _applied(line)]
     drawn = chart(
         [Line("highest", most, "c5", step=True), Line("mean", mean, "c4")],
-        frame=HALF, x_label="step", y_label="versions behind",
+        frame=HALF, x_label="step", y_label="versions behind", whole_x=True,
         y_range=(0.0, max([1.0, *(p[1] for p in most)]) * 1.1),
     )  # fmt: skip
     return _section("Staleness of trained tokens", "Trainer version minus the version that sampled the token.", drawn)
@@ -216,7 +222,7 @@ def _tokens(line: Timeline) -> str:
     drawn = chart(
         [Line("sampled", sampled, "c1"), Line("trained (tree tokens)", trained, "c2")],
         x_words=words.clock, x_label="time since the start", y_label="tokens a second", y_words=words.count,
-        frame=Frame(height=200),
+        frame=TIMES, x_range=_span(line),
     )  # fmt: skip
     load = line.final.load
     seen = load.cached_tokens + load.prefilled_tokens if load else 0

@@ -24,10 +24,10 @@ border:1px solid currentColor}
 .badge.finished{color:var(--good)}.badge.stopped,.badge.cut{color:var(--c2)}.badge.failed{color:var(--bad)}
 section{background:var(--card);border:1px solid var(--rule);border-radius:12px;padding:18px 20px 14px;margin-top:16px}
 section>p{color:var(--soft);font-size:13px;margin-bottom:8px;max-width:75ch}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(148px,1fr));gap:1px;background:var(--rule);
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:1px;background:var(--rule);
 border:1px solid var(--rule);border-radius:12px;overflow:hidden;margin-top:22px}
-.tile{background:var(--card);padding:13px 16px}
-.tile b{display:block;font-size:22px;font-weight:620;letter-spacing:-.01em}
+.tile{background:var(--card);padding:13px 14px}
+.tile b{display:block;font-size:20px;white-space:nowrap;font-weight:620;letter-spacing:-.01em}
 .tile span{color:var(--soft);font-size:12.5px}
 .tile small{color:var(--soft);font-size:12px}
 .pair{display:grid;grid-template-columns:1fr 1fr;gap:16px}.pair section{min-width:0}
@@ -47,7 +47,7 @@ svg .end{text-anchor:end}svg .mid{text-anchor:middle}svg .lane{fill:var(--ink);f
 .rollout,.bg-rollout{fill:var(--rollout);background:var(--rollout)}.train,.bg-train{fill:var(--train);background:var(--train)}
 .moving,.bg-moving{fill:var(--moving);background:var(--moving)}
 .joining,.bg-joining{fill:var(--joining);background:var(--joining)}.lost,.bg-lost{fill:var(--lost);background:var(--lost)}
-.legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:2px 0 4px 54px;color:var(--soft);font-size:12.5px}
+.legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:2px 0 4px;color:var(--soft);font-size:12.5px}
 .key i{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px;vertical-align:-1px}
 .key i.dash{height:3px;border-radius:2px;vertical-align:3px}
 table{border-collapse:collapse;width:100%;font-size:13px}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -63,17 +63,20 @@ class Line:
     step: bool = False
     """Hold each value until the next point."""
     dots: bool = False
+    joined: bool = True
+    """Draw the line between the points; without it they stand alone."""
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`, about `count` of them."""
+def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
+    """Round numbers from `low` to `high`, about `count` of them; with `whole` no fractions."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low]
     raw = (high - low) / max(1, count)
     size = 10.0 ** math.floor(math.log10(raw))
     unit = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= raw * 0.999)
     first = math.ceil(low / unit - 1e-9)
-    return [round(i * unit, 10) for i in range(first, math.floor(high / unit + 1e-9) + 1)]
+    found = [round(i * unit, 10) for i in range(first, math.floor(high / unit + 1e-9) + 1)]
+    return [value for value in found if value == round(value)] if whole else found
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
@@ -100,23 +103,20 @@ def chart(
     y_words: Callable[[float], str] = lambda v: f"{v:g}",
     y_range: tuple[float, float] | None = None,
     x_range: tuple[float, float] | None = None,
-    marks: Iterable[tuple[float, str]] = (),
+    whole_x: bool = False,
 ) -> str:
-    """A line chart. `marks` are vertical ticks (x, tooltip) behind the lines."""
+    """A line chart; `whole_x` numbers only whole places of the x axis."""
     points = [p for line in lines for p in line.points]
     if not points:
         return empty(frame)
     low_x, high_x = x_range or _range([p[0] for p in points])
     low_y, high_y = y_range or _range([0.0, *(p[1] for p in points)], room=0.06)
     x, y = frame.x(low_x, high_x), frame.y(low_y, high_y)
-    body = [axes(frame, x, y, x_words, y_words, x_label, y_label)]
-    for place, tip in marks:
-        body.append(
-            f'<line class="mark" x1="{x(place):.1f}" x2="{x(place):.1f}" y1="{frame.top}" '
-            f'y2="{frame.height - frame.bottom}"><title>{escape(tip)}</title></line>'
-        )
+    body = [axes(frame, x, y, x_words, y_words, x_label, y_label, whole_x)]
     body += [_line(line, x, y, frame) for line in lines if line.points]
-    return svg(frame, "".join(body)) + legend([(line.name, line.style, line.dash) for line in lines if line.points])
+    return svg(frame, "".join(body)) + legend(
+        frame, [(line.name, line.style, line.dash) for line in lines if line.points]
+    )
 
 
 def bars(
@@ -134,7 +134,7 @@ def bars(
     low, high = min(v[0] for v in values) - 0.5, max(v[0] for v in values) + 0.5
     x, y = frame.x(low, high), frame.y(0.0, max(v[1] for v in values) * 1.06 or 1.0)
     width = max(0.5, min(40.0, (x(1) - x(0)) * 0.72))
-    body = [axes(frame, x, y, lambda v: f"{v:g}", y_words, x_label, y_label)]
+    body = [axes(frame, x, y, lambda v: f"{v:g}", y_words, x_label, y_label, True)]
     for place, value, tip in values:
         top = y(value)
         body.append(
@@ -152,6 +152,7 @@ def axes(
     y_words: Callable[[float], str],
     x_label: str,
     y_label: str,
+    whole_x: bool = False,
 ) -> str:
     """Grid lines, numbers and the names of both axes."""
     parts: list[str] = []
@@ -161,31 +162,32 @@ def axes(
             f'<line class="grid" x1="{frame.left}" x2="{frame.width - frame.right}" y1="{at:.1f}" y2="{at:.1f}"/>'
         )
         parts.append(f'<text class="num end" x="{frame.left - 8}" y="{at + 3.5:.1f}">{escape(y_words(value))}</text>')
-    parts += x_axis(frame, x, x_words, x_label)
+    parts += x_axis(frame, x, x_words, x_label, whole=whole_x)
     parts.append(f'<text class="axis" x="{frame.left}" y="{frame.top - 1}">{escape(y_label)}</text>')
     return "".join(parts)
 
 
-def x_axis(frame: Frame, x: Scale, words: Callable[[float], str], label: str) -> list[str]:
+def x_axis(frame: Frame, x: Scale, words: Callable[[float], str], label: str, *, whole: bool = False) -> list[str]:
     """Numbers below the chart and the axis's name at its right end."""
     foot = frame.height - frame.bottom
     parts = [f'<line class="base" x1="{frame.left}" x2="{frame.width - frame.right}" y1="{foot}" y2="{foot}"/>']
     parts += [
         f'<text class="num mid" x="{x(value):.1f}" y="{foot + 15}">{escape(words(value))}</text>'
-        for value in ticks(x.low, x.high, 8)
+        for value in ticks(x.low, x.high, 8, whole=whole)
     ]
     parts.append(f'<text class="axis end" x="{frame.width - frame.right}" y="{foot + 30}">{escape(label)}</text>')
     return parts
 
 
-def legend(entries: Sequence[tuple[str, str, bool]]) -> str:
+def legend(frame: Frame, entries: Sequence[tuple[str, str, bool]]) -> str:
     """Names of series with their colours; left out for one unnamed series."""
     shown = [
         f'<span class="key"><i class="{"dash " if dash else ""}bg-{style}"></i>{escape(name)}</span>'
         for name, style, dash in entries
         if name
     ]
-    return f'<div class="legend">{"".join(shown)}</div>' if shown else ""
+    inset = f"margin-left:{frame.left / frame.width:.1%}"
+    return f'<div class="legend" style="{inset}">{"".join(shown)}</div>' if shown else ""
 
 
 def svg(frame: Frame, body: str) -> str:
@@ -207,9 +209,13 @@ def _line(line: Line, x: Scale, y: Scale, frame: Frame) -> str:
         foot = frame.height - frame.bottom
         out += f'<path class="area {line.style}" d="{path}L{points[-1][0]:.1f} {foot}L{points[0][0]:.1f} {foot}Z"/>'
     dash = ' stroke-dasharray="5 4"' if line.dash else ""
-    out += f'<path class="line {line.style}"{dash} d="{path}"/>'
+    if line.joined:
+        out += f'<path class="line {line.style}"{dash} d="{path}"/>'
     if line.dots or len(points) == 1:
-        out += "".join(f'<circle class="dot {line.style}" cx="{px:.1f}" cy="{py:.1f}" r="3"/>' for px, py in points)
+        out += "".join(
+            f'<circle class="dot {line.style}" cx="{px:.1f}" cy="{py:.1f}" r="{2.6 if line.joined else 4.5}"/>'
+            for px, py in points
+        )
     return out
 
 

@@ -1,0 +1,138 @@
+"""The command line: what can be typed, and which function of the library answers it.
+
+Invariant: with `--json` standard output carries exactly one line of JSON, the last thing printed; everything for a
+person who waits goes to standard error. Heavy modules are imported inside the commands that need them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gyre_rl.cli.console import Console, reported
+
+app = typer.Typer(
+    name="gyre",
+    help="Online RL for long-running language-model agents on elastic cells.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Sets = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Lay one key over the file: --set rollout.group_size=4."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON on standard output.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")]
+Source = Annotated[Path, typer.Argument(metavar="FILE|DIR", help="The run's TOML file, or a folder with a gyre.toml.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"gyre-rl {version('gyre-rl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Online RL for long-running language-model agents on elastic cells."""
+
+
+@app.command()
+def run(
+    source: Source,
+    sets: Sets = [],  # noqa: B006 - typer copies it
+    json: Json = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines of text instead of the live view.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train: carry out the run that a file describes. Ctrl-C stops it in order, resumable."""
+    console = Console(json, debug)
+    with reported(console):
+        from gyre_rl.cli.training import start
+
+        start(source, sets, console, plain=plain)
+
+
+@app.command()
+def resume(
+    run_dir: RunDir,
+    sets: Sets = [],  # noqa: B006
+    json: Json = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines of text instead of the live view.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Go on with a run that was stopped or killed."""
+    console = Console(json, debug)
+    with reported(console):
+        from gyre_rl.cli.training import go_on
+
+        go_on(run_dir, sets, console, plain=plain)
+
+
+@app.command()
+def check(
+    source: Source,
+    sets: Sets = [],  # noqa: B006
+    elsewhere: Annotated[
+        bool, typer.Option("--elsewhere", help="The run is for another machine: check the file alone.")
+    ] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the resolved configuration.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check a run's file, its plugins' sections and this machine, and start nothing."""
+    console = Console(json, debug)
+    with reported(console):
+        from gyre_rl.cli.checking import check_config
+
+        check_config(source, sets, console, machine=not elsewhere, show=show)
+
+
+@app.command()
+def plugins(
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List what is installed, and why something is unusable."""
+    console = Console(json, debug)
+    with reported(console):
+        from gyre_rl.cli.listing import list_plugins
+
+        list_plugins(console)
+
+
+@app.command()
+def doctor(
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Look at this machine: what works, what does not, and what to do about it."""
+    console = Console(json, debug)
+    with reported(console):
+        from gyre_rl.cli.doctor import examine
+
+        examine(console)
+
+
+@app.command()
+def report(
+    run_dir: RunDir,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write the HTML report of a run, finished or not, from its event log."""
+    console = Console(json, debug)
+    with reported(console):
+        from gyre_rl.views.report import write_report
+
+        path = write_report(run_dir)
+        console.result({"report": str(path)}, str(path))

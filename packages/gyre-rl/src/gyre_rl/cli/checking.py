@@ -1,0 +1,46 @@
+"""`gyre check FILE`: everything that can be known of a run before it starts.
+
+Invariant: starts no process and writes nothing; the answer is the same that `gyre run` would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gyre_rl.cli.console import Console
+from gyre_rl.cli.preflight import preflight
+from gyre_rl.cli.rundirs import place_run
+from gyre_rl.config import RunConfig, dumps, load
+
+
+def check_config(source: Path, sets: Sequence[str], console: Console, *, machine: bool, show: bool) -> None:
+    """Say what the run would be; RunConfigError with every problem of the file, or of this machine."""
+    config = place_run(load(source, sets))
+    if machine:
+        preflight(config, Path(config.dir or ""))
+    where = "on this machine" if machine else "as a file; this machine was not looked at"
+    text = f"{dumps(config)}\n" if show else f"{outline(config)}\n"
+    console.result({"ok": True, "name": config.name, "config": dumps(config)}, f"{text}Good {where}.")
+
+
+def outline(config: RunConfig) -> str:
+    """The run in a few lines."""
+    cells, rollout = config.cells, config.rollout
+    executions = rollout.tasks_per_step * rollout.group_size
+    lines = [
+        ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, into {config.dir}"),
+        ("model", str(config.model_dir)),
+        ("cells", f"{cells.count} on {cells.device}, {cells.train} of them begin as TRAIN; "
+                  f"policy {config.scheduler.policy}"),
+        ("step", f"{rollout.tasks_per_step} tasks x {rollout.group_size} executions = {executions}; "
+                 f"staleness at most {rollout.max_staleness}"),
+        ("plugins", ", ".join(
+            f"{kind} {choice.name}"
+            for kind, choice in (
+                ("tasks", config.tasks), ("engine", config.engine), ("trainer", config.trainer),
+                ("harness", config.harness), ("sandbox", config.sandbox), ("launcher", config.launcher),
+            )
+        )),
+    ]  # fmt: skip
+    return "\n".join(f"{name:>8}  {text}" for name, text in lines)

@@ -1,0 +1,85 @@
+"""Whether this machine can carry out a run: the model is there, the port is free, the disk can be written to.
+
+Invariant: looks and changes nothing but a folder that it makes and a file that it writes and removes in the run's
+place; says everything that is wrong at once. What the configuration itself must satisfy is `gyre_rl.config`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from gyre_rl.config import Problem, RunConfig, RunConfigError
+
+ROOM_BYTES = 1 << 20
+"""Written and removed again as a proof that the disk takes data."""
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+
+def preflight(config: RunConfig, run_dir: Path) -> None:
+    """Raise RunConfigError with everything that keeps this machine from running `config` in `run_dir`."""
+    problems = [*model_problems(config), *port_problems(config), *disk_problems(run_dir)]
+    if problems:
+        raise RunConfigError(f"of {config.name!r} on this machine", problems)
+
+
+def model_problems(config: RunConfig) -> Iterator[Problem]:
+    """The model's folder and its tokenizer's."""
+    folder = config.model_dir
+    if not folder.is_dir():
+        yield Problem("model.path", f"got {folder}, which is no folder; expected a model in Hugging Face form")
+        return
+    if not (folder / "config.json").is_file():
+        yield Problem("model.path", f"got {folder} without config.json, expected a model in Hugging Face form")
+    if not any(folder.glob("*.safetensors")):
+        yield Problem("model.path", f"got {folder} without *.safetensors, expected the model's weights in that form")
+    tokenizer = config.tokenizer_dir
+    if not any((tokenizer / name).is_file() for name in TOKENIZERS):
+        key = "model.tokenizer" if config.model.tokenizer else "model.path"
+        yield Problem(key, f"got {tokenizer} without a tokenizer, expected one of {', '.join(TOKENIZERS)}")
+
+
+def port_problems(config: RunConfig) -> Iterator[Problem]:
+    """The proxy's address."""
+    proxy = config.proxy
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(proxy.host, proxy.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        yield Problem("proxy.host", f"got {proxy.host!r} ({error.strerror}), expected an address of this machine")
+        return
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                yield Problem("proxy.host", f"got {proxy.host!r}, expected an address of this machine")
+                return
+            yield Problem(
+                "proxy.port",
+                f"got {proxy.host}:{proxy.port} ({error.strerror}), expected a port that is free; "
+                "stop the program that has it, or take a free one with --set proxy.port=0",
+            )
+
+
+def disk_problems(run_dir: Path) -> Iterator[Problem]:
+    """The run directory, or the nearest folder above it that exists."""
+    folder = run_dir
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(os.urandom(ROOM_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        yield Problem(
+            "dir",
+            f"got {error.strerror} in {folder}, expected a folder that takes data; free some space or choose "
+            "another place with --set dir=...",
+        )
