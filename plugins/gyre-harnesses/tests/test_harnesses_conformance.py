@@ -6,9 +6,12 @@ import asyncio
 
 import pytest
 from gyre_core import ComponentContext, ConfigError
+from gyre_core.testing.endpoint import Call, Say
+from gyre_core.testing.harnesses import HarnessConformance, HarnessRig
 from gyre_core.testing.sandboxes import IsolationConformance, SandboxConformance
-from gyre_harnesses.options import LocalOptions
+from gyre_harnesses.options import LocalOptions, ShellOptions
 from gyre_harnesses.sandbox.local import LocalSandbox
+from gyre_harnesses.shell.harness import ShellHarness
 
 
 def local(tmp_path, level):
@@ -44,3 +47,15 @@ class TestLocalPlain(SandboxConformance):
     @pytest.fixture
     def make_sandbox(self, tmp_path):
         return local(tmp_path, "none")
+
+
+class TestShell(HarnessConformance):
+    @pytest.fixture
+    def rig(self, tmp_path):
+        context = ComponentContext(str(tmp_path), "test")
+        work = Say(calls=[Call("bash", {"command": "cat in.txt > out"})])
+        return HarnessRig(
+            lambda: ShellHarness(ShellOptions(retry_first_s=0.01), context),
+            lambda: LocalSandbox(LocalOptions(), context),
+            works=[work, work, Say("done")],
+        )
