@@ -62,7 +62,9 @@ class SchedConfig:
     """Moves that may be under way from one cell at a time."""
     carry_kv: bool = True
     join_midway: bool = True
-    """Satellites may join a step that is already running; otherwise only once it is sealed."""
+    """Micro-batches are leased, and cells join, while other groups of the step still sample; otherwise a step is
+    computed only once it is sealed, as most trainers do.
+    """
     overload: float = 1.0
     """Load above which a session may leave its home cell for a much emptier one."""
     spread: float = 0.25

@@ -83,7 +83,6 @@ def joined(w: World, ev: CellJoined) -> None:
     w.all_slots += cell.slots
     w.all_kv += cell.kv_tokens
     w.set_state(cell, S(Role(ev.role).value), f"joined with {ev.slots} slots, {ev.kv_tokens} KV tokens")
-    cell.trains_from = -1
     _catch_up(w, cell)
     on_sessions.serve_waiting(w)
 

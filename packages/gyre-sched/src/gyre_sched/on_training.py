@@ -174,6 +174,4 @@ def grant_all(w: World) -> None:
 def _may_compute(w: World, cell: Cell) -> bool:
     if cell.version != w.ledger.version:
         return False
-    if cell.core or w.config.join_midway or w.ledger.sealed:
-        return True
-    return cell.trains_from < w.ledger.version
+    return w.config.join_midway or w.ledger.sealed

@@ -47,7 +47,6 @@ class Cell:
         "state",
         "syncing",
         "target",
-        "trains_from",
         "version",
     )
 
@@ -73,8 +72,6 @@ class Cell:
         self.report: tuple[int, int, int] | None = None
         self.since = now
         self.role_since = now
-        self.trains_from = 0
-        """Trainer version when it became TRAIN."""
         self.notes: list[Note] = []
 
     def load(self) -> float:

@@ -53,7 +53,7 @@ def snapshot(machine: Scheduler) -> dict[str, Any]:
                 cell.state,
                 cell.role,
                 cell.target,
-                (cell.slots, cell.kv_tokens, cell.version, cell.syncing, cell.trains_from),
+                (cell.slots, cell.kv_tokens, cell.version, cell.syncing),
                 tuple(cell.sessions),
                 (cell.calling, cell.kv_held, cell.moves_out, cell.quiet),
                 None if cell.lease is None else cell.lease.id,

@@ -134,7 +134,6 @@ class World:
             self.kv_tokens += cell.kv_tokens
         elif state is S.TRAIN:
             self.trainers[cell.order] = cell
-            cell.trains_from = self.ledger.version
             if cell.lease is None:
                 self.idle[cell.order] = cell
         if state is S.LOST:

@@ -1,0 +1,1 @@
+"""A simulated cluster around the real scheduler: cost models, workloads, discrete events, a lower bound."""
