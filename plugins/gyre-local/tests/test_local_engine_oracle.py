@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from gyre_core import FinishReason, GenerateRequest, PauseMode, SamplingParams, WeightSource
 
 
@@ -51,7 +50,7 @@ async def test_a_turn_computes_only_what_is_new(engines: Any, oracle_of: Any, as
 async def test_branches_share_the_prefix_to_the_token(engines: Any, oracle_of: Any, ask: Any) -> None:
     engine = await engines()
     base = prompt_of(45)
-    await ask(engine, base + [1, 2, 3], 4, name="trunk")
+    await ask(engine, [*base, 1, 2, 3], 4, name="trunk")
     for branch in ([9, 8], [1, 7], [1, 2, 3]):
         result = await ask(engine, base + branch, 6, name=f"b{branch}")
         common = {9: 45, 7: 46, 2: 47}[branch[0] if branch[0] == 9 else branch[1]]
@@ -101,9 +100,7 @@ async def test_sampled_logprobs_are_of_the_tempered_distribution(engines: Any, o
                 assert token in row.topk(3).indices
 
 
-async def test_a_weight_update_in_mid_generation(
-    engines: Any, oracle_of: Any, ask: Any, folder_of: Any
-) -> None:
+async def test_a_weight_update_in_mid_generation(engines: Any, oracle_of: Any, ask: Any, folder_of: Any) -> None:
     """Tokens bear the version that made them. Later tokens of the running call stand on mixed KV: old positions as
     the old weights left them. The next call of the session computes all of it anew under the new version."""
     engine = await engines(chunk_tokens=1)
@@ -125,7 +122,9 @@ async def test_a_weight_update_in_mid_generation(
     assert 5 <= border < 40
     old = oracle_of("qwen3", 0).greedy(prompt, border)
     assert tokens[:border] == old[0]
-    mixed = mixed_logprobs(oracle_of("qwen3", 0).model, oracle_of("qwen3", 1).model, prompt + tokens, len(prompt), border)
+    mixed = mixed_logprobs(
+        oracle_of("qwen3", 0).model, oracle_of("qwen3", 1).model, prompt + tokens, len(prompt), border
+    )
     assert logprobs[border:] == pytest.approx(mixed, abs=1e-4)
     follow = prompt + tokens + [4, 5]
     result = await ask(engine, follow, 10, name="next", session="s")

@@ -67,6 +67,8 @@ class LocalTrainerOptions:
     objective: str = "ppo"
     """Name of a per-token objective of gyre-loss."""
     objective_options: Mapping[str, Any] = field(default_factory=dict)
+    temperature: float = 1.0
+    """The sampling temperature of the run: logprobs are of the same tempered distribution as the engine's."""
     learning_rate: float = 1e-5
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
@@ -80,7 +82,7 @@ class LocalTrainerOptions:
     """Published versions kept on disk."""
 
     def __post_init__(self) -> None:
-        _positive(self, "learning_rate", "eps", "keep_versions")
+        _positive(self, "temperature", "learning_rate", "eps", "keep_versions")
         _one_of(self, "dtype", TRAINER_DTYPES)
         _one_of(self, "method", METHODS)
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):

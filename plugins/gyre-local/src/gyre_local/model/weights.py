@@ -7,7 +7,7 @@ reference between two forward passes. Files are read in Hugging Face names; noth
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,8 +66,9 @@ class Weights:
         return sum(seen.values())
 
 
-def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a model folder (one safetensors file, or shards with their index), on the CPU.
+def read_tensors(folder: str | Path, only: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+    """All tensors of a model folder (one safetensors file, or shards with their index), on the CPU; with `only`, of
+    these files.
 
     InfrastructureError when files are missing or cut short.
     """
@@ -75,7 +76,9 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     doing = f"reading weights from {root}"
     index = root / "model.safetensors.index.json"
     try:
-        if index.exists():
+        if only:
+            shards = list(only)
+        elif index.exists():
             shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         else:
             shards = sorted(path.name for path in root.glob("*.safetensors"))

@@ -1,0 +1,94 @@
+"""Published versions and checkpoints as folders.
+
+Invariants: a folder appears complete or not at all; a checkpoint carries the size and checksum of each of its files,
+so that one cut short is refused, not half used. No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gyre_core import InfrastructureError
+
+from gyre_local.files import checksum, new_folder, save_tensors, write_json
+
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+_COPIED = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+    "chat_template*", "*.model",
+)  # fmt: skip
+
+
+def write_model(folder: Path, tensors: Mapping[str, torch.Tensor], source: Path, dtype: str, version: int) -> None:
+    """Weights, config.json and the tokenizer's files; `source` is a folder of the same model."""
+    save_tensors(tensors, folder / WEIGHTS, {"gyre_version": str(version)})
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    write_json(folder / "config.json", config | {"dtype": dtype})
+    for pattern in _COPIED:
+        for path in source.glob(pattern):
+            if path.is_file() and not (folder / path.name).exists():
+                shutil.copyfile(path, folder / path.name)
+
+
+def published_versions(folder: Path) -> dict[int, Path]:
+    """The v<N> folders under `folder`."""
+    found = {}
+    for path in folder.glob("v*"):
+        if path.is_dir() and path.name[1:].isdigit():
+            found[int(path.name[1:])] = path
+    return found
+
+
+def drop_old_versions(folder: Path, keep: int, spare: Iterable[Path]) -> None:
+    """Keep the newest `keep` published versions, and those in `spare`."""
+    versions = published_versions(folder)
+    kept = {path.resolve() for path in spare}
+    for version in sorted(versions)[:-keep]:
+        if versions[version].resolve() not in kept:
+            shutil.rmtree(versions[version], ignore_errors=True)
+
+
+def write_checkpoint(
+    target: Path,
+    tensors: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+    source: Path,
+    dtype: str,
+) -> None:
+    """Make `target` a complete checkpoint, in place of an older one."""
+    with new_folder(target) as folder:
+        write_model(folder, tensors, source, dtype, int(state["version"]))
+        save_tensors(optimizer, folder / OPTIMIZER)
+        files = {p.name: {"bytes": p.stat().st_size, "crc32": checksum(p)} for p in sorted(folder.iterdir())}
+        write_json(folder / STATE, dict(state) | {"files": files})
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """A checkpoint's state after checking every file; InfrastructureError when anything is missing or cut."""
+    doing = f"restoring the checkpoint {folder}"
+    try:
+        state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        files = state["files"]
+        for name, expected in files.items():
+            path = folder / name
+            found = {"bytes": path.stat().st_size, "crc32": checksum(path)}
+            if found != expected:
+                raise InfrastructureError(
+                    doing, got=f"{name} with {found}", expected=f"{expected}",
+                    fix="It was cut short or changed; use an older checkpoint.",
+                )  # fmt: skip
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise InfrastructureError(
+            doing, got=f"{type(error).__name__}: {error}", expected="a complete checkpoint",
+            fix="It was cut short; use an older checkpoint.",
+        ) from error  # fmt: skip
+    return state

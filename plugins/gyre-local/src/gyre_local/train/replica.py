@@ -1,0 +1,212 @@
+"""A trainable model on one cell: weights in, summed gradients out. Synchronous; `train.trainer` gives it a thread.
+
+Invariants: the open contribution holds exactly the micro-batches it names (one that fails leaves no trace); gradients
+are sums in at least float32, in Hugging Face names, each tied weight once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from gyre_core import BatchStats, Contribution, InfrastructureError, MicroBatch, WeightSource
+from gyre_loss import TreeBatch, accumulate, from_bytes, token_logprobs
+from gyre_loss.metrics import LossMetrics
+from torch import nn
+
+from gyre_local.model.weights import read_tensors
+from gyre_local.options import LocalTrainerOptions
+from gyre_local.train.contributions import MAX_SUFFIX, Suspect, contribution_path, merge_stats, write_contribution
+from gyre_local.train.exact import use_exact_norms
+from gyre_local.train.objectives import make_objective
+
+TRAIN_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The transformers model under `folder`, in training form: no dropout, no KV cache."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, KeyError) as error:
+        raise InfrastructureError(
+            f"making the model under {folder}", got=f"{type(error).__name__}: {error}",
+            expected="a Hugging Face folder with a config.json that transformers knows",
+        ) from error  # fmt: skip
+    model.config.use_cache = False
+    if dtype is torch.float64:
+        use_exact_norms(model)
+    return cast(nn.Module, model.eval().to(device))
+
+
+class Replica:
+    """Model, its version, and the open contribution."""
+
+    def __init__(self, options: LocalTrainerOptions, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self.dtype = TRAIN_DTYPES[options.dtype]
+        self.sum_dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
+        self.objective = make_objective(options.objective, options.objective_options)
+        self.version = -1
+        self.source_folder = ""
+        self._model: nn.Module | None = None
+        self._open: dict[str, torch.Tensor] = {}
+        self._stats: list[BatchStats] = []
+        self._batches: list[MicroBatch] = []
+        self._suspects: list[Suspect] = []
+
+    @property
+    def model(self) -> nn.Module:
+        """The transformers model; InfrastructureError before `start`."""
+        if self._model is None:
+            raise InfrastructureError("using the embedded trainer", got="one that has not been started",
+                                      expected="start first")  # fmt: skip
+        return self._model
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Trained parameters by Hugging Face name; a tied weight appears once."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the trained parameters."""
+        return {name: tuple(p.shape) for name, p in self.parameters.items()}
+
+    def start(self, source: WeightSource) -> None:
+        """Make the model and take its weights."""
+        if self._model is not None:
+            raise InfrastructureError("starting the embedded trainer", got="a second start", expected="one")
+        self._model = load_model(source.location, self.dtype, self.device)
+        try:
+            self.load_weights(source)
+        except BaseException:
+            self._model = None
+            raise
+
+    @torch.no_grad()
+    def load_weights(self, source: WeightSource) -> None:
+        """Copy another version's weights in; all or nothing. Drops the open contribution."""
+        if source.kind != "disk":
+            raise InfrastructureError(
+                f"loading policy version {source.version}", got=f"a weight source of kind {source.kind!r}",
+                expected="kind 'disk'",
+            )  # fmt: skip
+        self.take_tensors(
+            read_tensors(source.location), f"loading policy version {source.version} from {source.location}"
+        )
+        self.version, self.source_folder = source.version, source.location
+
+    @torch.no_grad()
+    def take_tensors(self, tensors: Mapping[str, torch.Tensor], doing: str) -> None:
+        """Copy weights in Hugging Face names into the model; InfrastructureError names the first that does not fit."""
+        for name, parameter in self.model.named_parameters():
+            found = tensors.get(name)
+            if found is None or found.shape != parameter.shape:
+                got = f"no tensor {name}" if found is None else f"{name} of shape {list(found.shape)}"
+                raise InfrastructureError(doing, got=got, expected=f"shape {list(parameter.shape)}")
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(tensors[name])
+        self.discard()
+
+    def logprobs(self, batch: MicroBatch) -> Sequence[float]:
+        """One value for each loss entry of the batch (a sampled token, once for each execution that shares it)."""
+        tree = from_bytes(bytearray(batch.blob))  # a writable copy: torch shares its arrays
+        found = token_logprobs(self.model, tree, method=self.options.method, temperature=self.options.temperature)
+        return [float(value) for value in found.astype("float32")]
+
+    def accumulate(self, batch: MicroBatch) -> BatchStats:
+        """Add a micro-batch's summed gradient to the open contribution."""
+        if any(batch.id == other.id for other in self._batches):
+            raise ValueError(f"accumulating micro-batch {batch.id!r}: the open contribution has it already")
+        if self._batches and batch.step != self._batches[0].step:
+            raise ValueError(
+                f"accumulating micro-batch {batch.id!r}: got step {batch.step}, expected step {self._batches[0].step} "
+                "of the open contribution; export or discard that first"
+            )
+        tree = from_bytes(bytearray(batch.blob))  # a writable copy: torch shares its arrays
+        started = time.perf_counter()
+        self.model.zero_grad(set_to_none=True)
+        try:
+            result = accumulate(
+                self.model, tree, self.objective, method=self.options.method, temperature=self.options.temperature
+            )
+            gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+            if not _all_finite(gradients.values()):
+                self._suspects.append(Suspect(batch.id, _executions(tree)))
+            self._add(gradients)
+        finally:
+            self.model.zero_grad(set_to_none=True)
+        self._batches.append(batch)
+        stats = BatchStats(
+            float(result.loss), tree.tokens, len(set(tree.entry_token.tolist())), time.perf_counter() - started,
+            flat_metrics(result.metrics),
+        )  # fmt: skip
+        self._stats.append(stats)
+        return stats
+
+    def _add(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        for name, gradient in gradients.items():
+            if name in self._open:
+                self._open[name] += gradient
+            else:
+                self._open[name] = gradient.to(self.sum_dtype, copy=True)
+
+    def export(self, contribution_id: str, step: int, folder: str) -> Contribution:
+        """Put the open contribution at rest and start an empty one."""
+        path = contribution_path(folder, contribution_id)
+        if not self._batches:
+            raise ValueError(f"exporting contribution {contribution_id!r}: got no micro-batch, expected at least one")
+        if step != self._batches[0].step:
+            raise ValueError(
+                f"exporting contribution {contribution_id!r}: got step {step}, expected {self._batches[0].step}"
+            )
+        made = Contribution(
+            contribution_id, step, self.version, tuple(b.id for b in self._batches), str(path), merge_stats(self._stats)
+        )
+        full = {
+            name: self._open[name] if name in self._open else torch.zeros(shape, dtype=self.sum_dtype)
+            for name, shape in self.shapes.items()
+        }
+        write_contribution(made, full, self._suspects)
+        self.discard()
+        return made
+
+    def discard(self) -> None:
+        """Forget the open contribution."""
+        self._open, self._stats, self._batches, self._suspects = {}, [], [], []
+
+    def move(self, device: torch.device) -> None:
+        """Weights to another device; gradients that were not exported are dropped."""
+        self.discard()
+        self.model.zero_grad(set_to_none=True)
+        self.model.to(device)
+
+    def close(self) -> None:
+        """Drop everything."""
+        self.discard()
+        self._model = None
+
+
+def flat_metrics(metrics: LossMetrics) -> dict[str, float]:
+    """gyre-loss's metrics as flat numbers: sums under their name, their counts under "<name>:count", maxima under
+    "<name>:max", entries of policy version v under "version:<v>". All but maxima add up."""
+    found: dict[str, float] = dict(metrics.sums)
+    found |= {f"{name}:count": float(count) for name, count in metrics.counts.items()}
+    found |= {f"{name}{MAX_SUFFIX}": value for name, value in metrics.maxima.items()}
+    found |= {f"version:{version}": float(count) for version, count in metrics.versions.items()}
+    return found
+
+
+def _all_finite(gradients: Any) -> bool:
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+def _executions(tree: TreeBatch) -> tuple[str, ...]:
+    """Executions with entries in the batch."""
+    held = tree.held_tokens()
+    return tuple(name for name, count in zip(tree.execution_ids, held, strict=True) if count)

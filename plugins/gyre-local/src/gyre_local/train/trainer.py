@@ -1,0 +1,218 @@
+"""`LocalTrainer`: the embedded trainer as `gyre_core.Trainer`.
+
+Everything that computes runs in one worker thread, so the cell's event loop answers meanwhile. Invariants are those
+of `train.replica` (gradients), `train.optimizer` (the step) and `train.checkpoint` (files).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from gyre_core import (
+    BatchStats,
+    CapabilityError,
+    ComponentContext,
+    Contribution,
+    InfrastructureError,
+    MicroBatch,
+    StepResult,
+    TrainerCapability,
+    WeightSource,
+)
+
+from gyre_local.files import new_folder
+from gyre_local.memory import give_back
+from gyre_local.model.weights import read_tensors
+from gyre_local.options import LocalTrainerOptions
+from gyre_local.train.checkpoint import OPTIMIZER, drop_old_versions, read_state, write_checkpoint, write_model
+from gyre_local.train.contributions import read_contribution
+from gyre_local.train.optimizer import Optimizer
+from gyre_local.train.replica import Replica
+
+T = TypeVar("T")
+_CPU = torch.device("cpu")
+
+
+class LocalTrainer:
+    """Embedded trainer for one cell, core or satellite; CPU or one GPU.
+
+    `timings` has the seconds of the last start, load_weights, export, step, publish, save, restore, offload, onload.
+    """
+
+    def __init__(self, options: LocalTrainerOptions | None, context: ComponentContext) -> None:
+        self.options = options or LocalTrainerOptions()
+        self.timings: dict[str, float] = {}
+        self._device = torch.device(context.device)
+        self._replica = Replica(self.options, self._device)
+        self._optimizer: Optimizer | None = None
+        self._threads = context.threads
+        self._pool = ThreadPoolExecutor(1, f"gyre-local-trainer-{context.name}", self._use_threads)
+        self._seed = context.seed
+
+    def _use_threads(self) -> None:
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+
+    @property
+    def capabilities(self) -> frozenset[TrainerCapability]:
+        """What it offers."""
+        return frozenset({TrainerCapability.OFFLOAD})
+
+    @property
+    def version(self) -> int:
+        """Policy version of its weights; -1 before the first load."""
+        return self._replica.version
+
+    async def _run(self, what: str, work: Callable[[], T]) -> T:
+        def timed() -> T:
+            started = time.perf_counter()
+            result = work()
+            self.timings[what] = time.perf_counter() - started
+            return result
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, timed)
+
+    def _core(self, doing: str) -> Optimizer:
+        if self._optimizer is None:
+            raise CapabilityError(doing, got="a satellite (or a trainer not started)", expected="the core")
+        return self._optimizer
+
+    async def start(self, source: WeightSource, *, core: bool) -> None:
+        """Load model and weights; with `core` also make the optimizer."""
+
+        def work() -> None:
+            self._replica.start(source)
+            if core:
+                self._optimizer = Optimizer(self.options, self._replica.parameters)
+
+        await self._run("start", work)
+
+    async def load_weights(self, source: WeightSource) -> None:
+        """Take another version's weights; drops gradients not exported, and on the core the step's sum."""
+
+        def work() -> None:
+            self._replica.load_weights(source)
+            if self._optimizer is not None:
+                self._optimizer.clear()
+                self._optimizer.refresh_masters()
+
+        await self._run("load_weights", work)
+
+    async def logprobs(self, batch: MicroBatch) -> Sequence[float]:
+        """One value a loss entry of the batch, in its order: each sampled token, once for each execution sharing it."""
+        return await self._run("logprobs", lambda: self._replica.logprobs(batch))
+
+    async def accumulate(self, batch: MicroBatch) -> BatchStats:
+        """Add the batch's summed gradient to the open contribution."""
+        return await self._run("accumulate", lambda: self._replica.accumulate(batch))
+
+    async def export_contribution(self, contribution_id: str, step: int, folder: str) -> Contribution:
+        """Close the open contribution and write `folder`/<id>.safetensors."""
+        return await self._run("export", lambda: self._replica.export(contribution_id, step, folder))
+
+    async def discard_contribution(self) -> None:
+        """Forget the open contribution."""
+        await self._run("discard", self._replica.discard)
+
+    async def add_contribution(self, contribution: Contribution) -> None:
+        """Core: add to the step's sum. See `Optimizer.add` and `read_contribution` for what is refused."""
+        optimizer = self._core(f"adding contribution {contribution.id!r}")
+
+        def work() -> None:
+            if contribution.version != self.version:
+                raise ValueError(
+                    f"adding contribution {contribution.id!r}: got gradients of policy version {contribution.version}, "
+                    f"expected {self.version}"
+                )
+            optimizer.add(contribution, read_contribution(contribution, self._replica.shapes), self.version)
+
+        await self._run("add", work)
+
+    async def step(self, divisor: float) -> StepResult:
+        """Core: one optimizer step; skipped, with the guilty contribution named, when a gradient is not finite."""
+        optimizer = self._core("stepping")
+
+        def work() -> StepResult:
+            result = optimizer.step(divisor, self.version)
+            self._replica.version = result.version
+            return result
+
+        return await self._run("step", work)
+
+    async def publish(self, folder: str) -> WeightSource:
+        """Core: write `folder`/v<version> and drop the oldest beyond `keep_versions`."""
+        self._core("publishing")
+
+        def work() -> WeightSource:
+            target = Path(folder) / f"v{self.version}"
+            source = Path(self._replica.source_folder)
+            with new_folder(target) as partial:
+                write_model(partial, self._replica.parameters, source, self.options.dtype, self.version)
+            drop_old_versions(Path(folder), self.options.keep_versions, [source])
+            return WeightSource(self.version, str(target))
+
+        return await self._run("publish", work)
+
+    async def save(self, folder: str) -> None:
+        """Core: weights, optimizer, version and random state. Contributions added since the last step are not in it."""
+        optimizer = self._core("saving a checkpoint")
+
+        def work() -> None:
+            state = {"version": self.version, "steps": optimizer.steps, "dtype": self.options.dtype, "format": 1}
+            tensors = optimizer.state() | {"rng/cpu": torch.get_rng_state()}
+            if self._device.type == "cuda":
+                tensors["rng/cuda"] = torch.cuda.get_rng_state(self._device)
+            source = Path(self._replica.source_folder)
+            write_checkpoint(Path(folder), self._replica.parameters, tensors, state, source, self.options.dtype)
+
+        await self._run("save", work)
+
+    async def restore(self, folder: str) -> None:
+        """Core: what `save` wrote, exactly; InfrastructureError, with nothing changed, when it is not whole."""
+        optimizer = self._core("restoring a checkpoint")
+
+        def work() -> None:
+            doing = f"restoring the checkpoint {folder}"
+            state = read_state(Path(folder))
+            if state["dtype"] != self.options.dtype:
+                raise InfrastructureError(doing, got=f"dtype {state['dtype']}", expected=self.options.dtype)
+            kept = read_tensors(Path(folder), only=(OPTIMIZER,))
+            self._replica.take_tensors(read_tensors(Path(folder), only=("model.safetensors",)), doing)
+            optimizer.load_state(kept, int(state["steps"]))
+            self._replica.version = int(state["version"])
+            torch.set_rng_state(kept["rng/cpu"])
+            if self._device.type == "cuda" and "rng/cuda" in kept:
+                torch.cuda.set_rng_state(kept["rng/cuda"], self._device)
+
+        await self._run("restore", work)
+
+    async def offload(self) -> None:
+        """Weights and optimizer state to host memory; the open contribution is dropped."""
+        await self._run("offload", lambda: self._move(_CPU))
+
+    async def onload(self) -> None:
+        """Weights and optimizer state back to the device."""
+        await self._run("onload", lambda: self._move(self._device))
+
+    def _move(self, device: torch.device) -> None:
+        self._replica.move(device)
+        if self._optimizer is not None:
+            self._optimizer.move(device)
+        give_back(self._device)
+
+    async def close(self) -> None:
+        """End for good."""
+
+        def work() -> None:
+            self._replica.close()
+            self._optimizer = None
+            give_back(self._device)
+
+        await self._run("close", work)
+        self._pool.shutdown(wait=False)
