@@ -17,7 +17,7 @@ from gyre_tasks.files.generator import Instance, instances
 from gyre_tasks.files.operations import OPERATIONS, distinct, operation
 from gyre_tasks.files.options import FilesOptions
 from gyre_tasks.files.taskset import FilesTaskSet, task_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
@@ -46,6 +46,7 @@ def test_same_options_give_the_same_tasks() -> None:
     ]
 
 
+@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 50), st.integers(0, 50))
 def test_splits_are_disjoint_whatever_the_seeds(seed: int, other: int) -> None:
     train = {i.fingerprint for i in drawn(30, "train", seed=seed)}

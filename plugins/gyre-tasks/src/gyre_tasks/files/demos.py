@@ -36,7 +36,7 @@ class Habits:
     guess: float = 0.04
     """Of sessions: open a brief by a guessed name before looking."""
     look: float = 0.12
-    """Of jobs: print the source before working on it."""
+    """Of sessions: print a data file before opening the brief."""
     elide: float = 0.4
     """Of sessions: the first tool result is gone from the history that later calls see."""
 
@@ -86,13 +86,13 @@ def demos(instance: Instance, draw: random.Random, habits: Habits) -> Iterator[D
         if job.helper:
             main.call("task", {"prompt": f"Please {job.instruction}"}, DONE, say=line)
         else:
-            _work(main, instance, job, draw, habits, line)
+            _work(main, job, draw, line)
     main.say(f"{len(instance.jobs) + 1}. {DONE}")
     yield Demo(tuple(main.messages), start)
     for job in instance.jobs:
         if job.helper:
             helper = _Session([{"role": "user", "content": f"Please {job.instruction}"}])
-            _work(helper, instance, job, draw, habits, f"I {job.instruction}")
+            _work(helper, job, draw, f"I {job.instruction}")
             helper.say(DONE)
             yield Demo(tuple(helper.messages), helper=True)
 
@@ -103,6 +103,9 @@ def _look_around(session: _Session, instance: Instance, draw: random.Random, hab
         if name != instance.brief:
             session.bash(f"cat {name}", f"cat: {name}: No such file or directory\n[exit 1]")
     session.bash("ls", listing(instance, draw.random() < 0.5))
+    if draw.random() < habits.look:
+        name, content = draw.choice(instance.data)
+        session.bash(f"cat {name}", _printed(content))
     session.bash(f"cat {instance.brief}", _printed(instance.workspace[instance.brief]))
 
 
@@ -115,11 +118,9 @@ def _compact(session: _Session, draw: random.Random, habits: Habits) -> int:
     return len(session.messages)
 
 
-def _work(session: _Session, instance: Instance, job: FileJob, draw: random.Random, habits: Habits, say: str) -> None:
-    if draw.random() < habits.look:
-        session.bash(f"cat {job.source}", _printed(dict(instance.data)[job.source]))
-    chosen = draw.choice(OPERATIONS)
-    session.bash(chosen.shell(job.source, job.target), NO_OUTPUT, say=say)
+def _work(session: _Session, job: FileJob, draw: random.Random, say: str) -> None:
+    """Say the job, then do some operation from its source to its target."""
+    session.bash(draw.choice(OPERATIONS).shell(job.source, job.target), NO_OUTPUT, say=say)
 
 
 def listing(instance: Instance, capitals_first: bool) -> str:
