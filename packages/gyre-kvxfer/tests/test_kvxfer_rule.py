@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from gyre_kvxfer.errors import KVError
 from gyre_kvxfer.rule import MoveRule
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def feed(rule: MoveRule, bandwidth, setup, a, b, noise, seed, n=120) -> MoveRule:

@@ -318,7 +318,7 @@ class DestinationMachine:
 
     def _copy_done(self, now: float) -> list[Action]:
         assert self._offer is not None
-        if now > self._lease_from + self._lease_s:
+        if now >= self._lease_from + self._lease_s:
             return self._fail("lease", "the copy ended after the source's lease; what was read cannot be trusted")
         if self._offer.frozen:
             self.state = "entering"

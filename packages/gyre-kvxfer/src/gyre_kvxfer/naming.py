@@ -31,6 +31,12 @@ class TokenDigest:
         self.count += len(token_ids)
         return self
 
+    def copy(self) -> TokenDigest:
+        """An independent hash in the same state."""
+        other = object.__new__(TokenDigest)
+        other._hash, other.count = self._hash.copy(), self.count
+        return other
+
     def hex(self) -> str:
         """32 hex digits for the tokens so far."""
         return self._hash.hexdigest()

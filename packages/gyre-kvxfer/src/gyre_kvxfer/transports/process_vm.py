@@ -67,8 +67,8 @@ class ProcessVmReader:
 
     name = "process_vm"
 
-    def __init__(self, pid: int, regions: Sequence[Region]) -> None:
-        self._pid = pid
+    def __init__(self, pid: int, addr: int, cookie: bytes, regions: Sequence[Region]) -> None:
+        self._pid, self._addr, self._cookie = pid, addr, cookie
         self._regions = tuple(regions)
         self._stopped = False
 
@@ -78,14 +78,17 @@ class ProcessVmReader:
         data = json.loads(meta)
         if data["boot"] != boot_id():
             raise TransportError(explain("probing process_vm", "another machine", "this one", "Use another transport."))
+        reader = cls(int(data["pid"]), int(data["addr"]), bytes.fromhex(data["cookie"]), regions)
+        reader._check()
+        return reader
+
+    def _check(self) -> None:
+        """The process under this number is still the source: its cookie is there. (Numbers are reused.)"""
         got = np.zeros(16, np.uint8)
-        local = np.array([(got.ctypes.data, 16)], IOVEC)
-        remote = np.array([(int(data["addr"]), 16)], IOVEC)
-        readv(int(data["pid"]), local, remote)
-        if got.tobytes().hex() != data["cookie"]:
-            came = f"process {data['pid']} without the cookie"
-            raise TransportError(explain("probing process_vm", came, "the source itself", "Use another transport."))
-        return cls(int(data["pid"]), regions)
+        readv(self._pid, np.array([(got.ctypes.data, 16)], IOVEC), np.array([(self._addr, 16)], IOVEC))
+        if got.tobytes() != self._cookie:
+            came = f"process {self._pid} without the cookie"
+            raise TransportError(explain("reading by process_vm", came, "the source itself", "Use another transport."))
 
     async def read(self, move: str, remote: Runs, local: Runs, into: Sequence[Region]) -> None:
         """Read; large reads run in a thread."""
@@ -103,6 +106,7 @@ class ProcessVmReader:
                 raise TransportError(
                     explain("reading the source's memory", f"{got} bytes", f"{nbytes}", "The source unmapped its pool.")
                 )
+        self._check()
 
     def stop(self) -> None:
         """End after the call that is running."""
