@@ -15,6 +15,7 @@ from gyre_core import ComponentContext, Milestone, Score, Scorer, ScorerSpec, Sc
 
 from gyre_scorers.commands import CommandsScorer
 from gyre_scorers.files import FilesScorer
+from gyre_scorers.hidden.scorer import PytestScorer
 from gyre_scorers.options import CompositeOptions
 from gyre_scorers.reading import fault, value
 
@@ -32,6 +33,7 @@ class CompositeScorer:
         self._scorers: Mapping[str, Scorer] = {
             "files": FilesScorer(options.files, context),
             "commands": CommandsScorer(options.commands, context),
+            "pytest": PytestScorer(options.pytest, context),
         }
 
     async def score(self, job: ScoringJob, workspace: Workspace) -> Score:

@@ -27,8 +27,27 @@ class CommandsOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class PytestOptions:
+    """Scorer `pytest`."""
+
+    python: str = "python3"
+    """Interpreter in the sandbox, 3.10 or later; it needs no pytest."""
+    timeout_s: float = 900.0
+    """Of a whole suite that names none."""
+    test_timeout_s: float = 60.0
+    """Of one test of a suite that names none."""
+    setup_s: float = 600.0
+    """Of copying the workspace, and of each set-up line."""
+    output_bytes: int = 1 << 24
+    """Of signed results."""
+    most_runs: int = 12
+    """How often a suite is run again because a test ended its process."""
+
+
+@dataclass(frozen=True, slots=True)
 class CompositeOptions:
     """Scorer `composite`: the options of the scorers it composes."""
 
     files: FilesOptions = FilesOptions()
     commands: CommandsOptions = CommandsOptions()
+    pytest: PytestOptions = PytestOptions()

@@ -30,6 +30,14 @@ def gyre_register() -> Iterable[Registration]:
         ),
         Registration(
             Kind.SCORER,
+            "pytest",
+            "gyre_scorers.hidden.scorer:PytestScorer",
+            f"{_OPTIONS}:PytestOptions",
+            "a hidden pytest suite on a fresh copy of the workspace, one milestone a test",
+            requires=("pytest",),
+        ),
+        Registration(
+            Kind.SCORER,
             "composite",
             "gyre_scorers.composite:CompositeScorer",
             f"{_OPTIONS}:CompositeOptions",

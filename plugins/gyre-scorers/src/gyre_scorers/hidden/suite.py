@@ -1,0 +1,179 @@
+"""What a task says of its hidden suite, and how signed lines become results.
+
+Invariant: pure; a line whose signature does not hold is as if it were not there. Not here: running anything.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hmac
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gyre_core import Milestone, Task
+
+from gyre_scorers.reading import fault, value
+
+_KEYS: dict[str, type | tuple[type, ...]] = {
+    "files": Mapping,
+    "folder": str,
+    "targets": (list, tuple),
+    "count": int,
+    "paths": (list, tuple),
+    "arguments": (list, tuple),
+    "setup": (list, tuple),
+    "python": str,
+    "timeout_s": (int, float),
+    "test_timeout_s": (int, float),
+    "weights": Mapping,
+    "skipped": str,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A hidden suite."""
+
+    files: Mapping[str, bytes]
+    """Path in the copy of the workspace -> content; they replace what the agent left there."""
+    targets: Sequence[str]
+    """What pytest is given: folders or files. All of the agent's own below them is removed first."""
+    count: int
+    """How many tests there are when all can be collected: the denominator when fewer were."""
+    paths: Sequence[str] = (".", "src")
+    """Folders of the copy that are importable, first to last."""
+    arguments: Sequence[str] = ()
+    """Further arguments of pytest."""
+    setup: Sequence[str] = ()
+    """Shell lines run in the copy before the suite; that they fail is no error of itself."""
+    python: str | None = None
+    timeout_s: float | None = None
+    test_timeout_s: float | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Pattern of test ids (as fnmatch has it) -> weight; the first that fits; otherwise 1."""
+    skipped: str = "failed"
+    """What a skipped test counts as: `failed`, `passed`, or `left out`."""
+
+
+def read_suite(task: Task, base_dir: str) -> Suite:
+    """The suite of a task's scorer options; ConfigError naming the task when they are wrong."""
+    given = dict(task.scorer.options)
+    unknown = sorted(set(given) - set(_KEYS))
+    if unknown:
+        raise fault(task, "its keys", unknown, f"keys among {', '.join(_KEYS)}")
+    for key, kinds in _KEYS.items():
+        value(task, given, "the suite", key, kinds, None)
+    if ("files" in given) == ("folder" in given):
+        raise fault(task, "the suite", sorted(given), "either 'files' or 'folder'")
+    if not given.get("targets") or not isinstance(given.get("count"), int) or given["count"] < 1:
+        raise fault(task, "the suite", sorted(given), "'targets', and 'count' of at least 1")
+    if given.get("skipped", "failed") not in ("failed", "passed", "left out"):
+        raise fault(task, "the suite, 'skipped'", given["skipped"], "failed, passed or left out")
+    folder = given.pop("folder", None)
+    files = given.pop("files", None)
+    if folder is not None:
+        files = _folder(task, Path(base_dir, folder))
+    texts = {path: data.encode() if isinstance(data, str) else bytes(data) for path, data in files.items()}
+    for path in (*texts, *given["targets"]):
+        if path.startswith(("/", "-")) or ".." in path.split("/"):
+            raise fault(task, "a path of the suite", path, "a path inside the workspace")
+    return Suite(files=texts, **given)
+
+
+def _folder(task: Task, folder: Path) -> dict[str, bytes]:
+    if not folder.is_dir():
+        raise fault(task, "the suite, 'folder'", str(folder), "a folder that exists")
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def signed_records(output: bytes, key: bytes) -> list[dict[str, Any]]:
+    """The records of all lines that bear the right signature, in the order in which they were made."""
+    records: dict[int, dict[str, Any]] = {}
+    for line in output.split(b"\n"):
+        mac, _, text = line.partition(b" ")
+        if len(mac) == 64 and hmac.compare_digest(hmac.digest(key, text, "sha256").hex().encode(), mac):
+            record = json.loads(text)
+            records.setdefault(record["n"], record)
+    return [records[number] for number in sorted(records)]
+
+
+@dataclass(slots=True)
+class Results:
+    """What is known of the suite's tests after some runs."""
+
+    outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Test id -> outcome (`passed`, `failed`, `skipped`) and why."""
+    collected: list[str] = field(default_factory=list)
+    uncollected: dict[str, str] = field(default_factory=dict)
+    void: str | None = None
+    _pending: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Of the present run, since the last sign that it can be trusted."""
+
+    def add(self, records: Sequence[Mapping[str, Any]], limit: str | None) -> bool:
+        """Take in one run's records; True when another run could learn more."""
+        running: str | None = None
+        ended, self._pending = False, {}
+        for record in records:
+            match record["kind"]:
+                case "collected":
+                    self.collected += [name for name in record["ids"] if name not in self.outcomes]
+                case "uncollected":
+                    self.uncollected[record["id"]] = record["why"]
+                case "start":
+                    running = record["id"]
+                case "result":
+                    self._result(record)
+                    running = None
+                case "canary":
+                    self._trust(record)
+                case "end":
+                    ended = True
+                    self._trust(record)
+                    if record["code"] not in (0, 1):
+                        self.uncollected["pytest"] = f"exit code {record['code']}: {record['said']}"
+        if ended or running is None or self.void is not None:
+            return False
+        self.outcomes[running] = ("failed", f"ended the process ({limit or 'by itself'})")
+        return limit is None or limit == "wall"
+
+    def _trust(self, record: Mapping[str, Any]) -> None:
+        """What came before a test that failed as it must, or a good end, counts."""
+        self.void = self.void or record["void"]
+        self.outcomes |= self._pending
+        self._pending = {}
+
+    def _result(self, record: Mapping[str, Any]) -> None:
+        if self._pending.get(record["id"], ("passed", ""))[0] == "passed":
+            self._pending[record["id"]] = (record["outcome"], record["why"])
+
+
+def milestones(suite: Suite, results: Results) -> list[Milestone]:
+    """One for each test that was collected, and one for all that were expected besides."""
+    if results.void is not None:
+        return [Milestone("the suite", False, float(suite.count), f"void: {results.void}")]
+    found: list[Milestone] = []
+    left_out = 0
+    for name in dict.fromkeys(results.collected):
+        outcome, why = results.outcomes.get(name, ("failed", "was not reached"))
+        if outcome == "skipped" and suite.skipped == "left out":
+            left_out += 1
+            continue
+        passed = outcome == "passed" or (outcome == "skipped" and suite.skipped == "passed")
+        found.append(Milestone(name, passed, _weight(suite, name), "" if passed else _short(f"{outcome}: {why}")))
+    missing = suite.count - len(found) - left_out
+    if missing > 0:
+        causes = "; ".join(f"{name}: {_short(why)}" for name, why in results.uncollected.items())
+        found.append(Milestone(f"{missing} tests not collected", False, float(missing), causes or "they are not there"))
+    return found
+
+
+def _weight(suite: Suite, name: str) -> float:
+    return next((float(w) for pattern, w in suite.weights.items() if fnmatch.fnmatchcase(name, pattern)), 1.0)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else "…" + text[-300:]
