@@ -253,15 +253,23 @@ async def test_a_nan_gradient_steps_nothing_and_is_named(trainers: Any, tmp_path
     await core.add_contribution(good)
     await core.add_contribution(bad)
     result = await core.step(1.0)
-    assert result.version == core.version == 0
+    assert result.version == core.version == 1
     assert result.skipped is not None
     assert "contribution bad" in result.skipped
     assert "micro-batch b1" in result.skipped
     assert "g0e" in result.skipped
     assert "good" not in result.skipped
     assert relative_gap(weights_of(core), before) == 0
-    await core.add_contribution(good)
+    await core.add_contribution(await contribute(core, batches[:1], "again", tmp_path))
     assert (await core.step(1.0)).skipped is None
+
+
+async def test_a_step_without_a_gradient_is_skipped_and_counted(trainers: Any) -> None:
+    core = await trainers()
+    before = weights_of(core)
+    result = await core.step(1.0)
+    assert (result.version, result.skipped) == (1, "no contribution")
+    assert relative_gap(weights_of(core), before) == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

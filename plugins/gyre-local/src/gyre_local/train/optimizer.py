@@ -69,13 +69,15 @@ class Optimizer:
         self._added = {}
 
     def step(self, divisor: float, version: int) -> StepResult:
-        """Divide, clip, step; the version in the result is the one the weights have afterwards."""
+        """Divide, clip, step. The version rises by one in any case: a step without contributions (every group had equal
+        scores) or with a gradient that is not finite leaves the weights as they are and says so in `skipped`.
+        """
         started = time.perf_counter()
-        if not self._added:
-            raise ValueError("stepping: got no contribution, expected at least one")
         if not (math.isfinite(divisor) and divisor > 0):
             raise ValueError(f"stepping: got divisor {divisor}, expected a positive number")
         rate = self._learning_rate()
+        if not self._added:
+            return StepResult(version + 1, 0.0, rate, time.perf_counter() - started, skipped="no contribution")
         blame = self._blame()
         norm = float("nan") if blame else self._set_gradients(divisor)
         if not blame and not math.isfinite(norm):
@@ -83,7 +85,7 @@ class Optimizer:
         if blame:
             self.clear()
             self._adam.zero_grad(set_to_none=True)
-            return StepResult(version, norm, rate, time.perf_counter() - started, skipped=blame)
+            return StepResult(version + 1, norm, rate, time.perf_counter() - started, skipped=blame)
         for group in self._adam.param_groups:
             group["lr"] = rate
         self._adam.step()
@@ -129,13 +131,6 @@ class Optimizer:
         for name, parameter in self._parameters.items():
             if self._masters[name] is not parameter:
                 parameter.copy_(self._masters[name])
-
-    @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """The model took other weights: the masters follow."""
-        for name, parameter in self._parameters.items():
-            if self._masters[name] is not parameter:
-                self._masters[name].copy_(parameter)
 
     # At rest
 

@@ -94,15 +94,14 @@ class LocalTrainer:
         await self._run("start", work)
 
     async def load_weights(self, source: WeightSource) -> None:
-        """Take another version's weights; drops gradients not exported, and on the core the step's sum."""
-
-        def work() -> None:
-            self._replica.load_weights(source)
-            if self._optimizer is not None:
-                self._optimizer.clear()
-                self._optimizer.refresh_masters()
-
-        await self._run("load_weights", work)
+        """Satellite: take another version's weights; drops gradients not exported. CapabilityError on the core, whose
+        weights are the authoritative ones."""
+        if self._optimizer is not None:
+            raise CapabilityError(
+                f"loading policy version {source.version} into the core", got="a weight source",
+                expected="restore, which brings the optimizer's state as well",
+            )  # fmt: skip
+        await self._run("load_weights", lambda: self._replica.load_weights(source))
 
     async def logprobs(self, batch: MicroBatch) -> Sequence[float]:
         """One value a loss entry of the batch, in its order: each sampled token, once for each execution sharing it."""
