@@ -344,16 +344,21 @@ async def test_a_restarted_proxy_goes_on_where_it_was(tmp_path):
 
 async def test_context_limit_and_back_pressure(tmp_path):
     limits = Limits(context_limit=40, max_in_flight=1, max_waiting=1)
-    async with Bench(tmp_path, None, "a", "b", "c", "d", limits=limits, delay=0.05) as bench:
+    async with Bench(tmp_path, None, "a", "b", "c", "d", limits=limits) as bench:
         status, body = await bench.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "u" * 200}]})
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
         start = {"messages": [{"role": "user", "content": "u"}]}
-        jobs = []
-        for _ in range(4):
-            jobs.append(asyncio.create_task(bench.post("/v1/chat/completions", start)))
-            await asyncio.sleep(0.01)
-        codes = sorted([status for status, _ in await asyncio.gather(*jobs)])
-        assert codes == [200, 200, 429, 429]
+        bench.engine.gate = asyncio.Event()
+        first = asyncio.create_task(bench.post("/v1/chat/completions", start))
+        while bench.service.metrics.gauges["in_flight"] < 1:
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(bench.post("/v1/chat/completions", start))
+        while bench.service.metrics.gauges["waiting"] < 1:
+            await asyncio.sleep(0.001)
+        status, body = await bench.post("/v1/chat/completions", start)
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        bench.engine.gate.set()
+        assert [(await one)[0] for one in (first, second)] == [200, 200]
         assert all(len(e.prompt) + e.call.sampling.max_tokens <= 40 for e in bench.engine.books)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Sampling,
     )
     from gyre_tito.chat_format import ChatFormat
+    from gyre_tito.dispatch import Limits
     from gyre_tito.families import load_format, make_format
     from gyre_tito.records import (
         CallRecord,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     )
     from gyre_tito.schema import StoreError
     from gyre_tito.server import ProxyServer, create_app
-    from gyre_tito.service import Limits, TitoService
+    from gyre_tito.service import TitoService
     from gyre_tito.store import Store
     from gyre_tito.tree import TrajectoryTree
 
@@ -92,7 +93,8 @@ _HOMES = {
     ),
     "schema": ("StoreError",),
     "server": ("ProxyServer", "create_app"),
-    "service": ("Limits", "TitoService"),
+    "dispatch": ("Limits",),
+    "service": ("TitoService",),
     "store": ("Store",),
     "tree": ("TrajectoryTree",),
 }

@@ -44,6 +44,7 @@ class CallRun:
         self.plan = plan
         self.call = call
         self.reading = reading
+        self.queued = True
         self.outcome: Outcome = "running"
         self.error: Exception | None = None
         self.stop_string: str | None = None

@@ -174,6 +174,12 @@ class ChatFormat:
         open_reasoning = parsed.reasoning_complete is False
         return ParsedTurn(content, parsed.reasoning_content, calls, open_reasoning, len(bad) if read_calls else 0)
 
+    def call_opening(self, name: str | None) -> str | None:
+        """Text that a turn must begin with to be a tool call (of tool `name`); None if the format has none."""
+        if self.family not in ("qwen3", "default") or self.tokenizer.convert_tokens_to_ids("<tool_call>") is None:
+            return None
+        return "<tool_call>\n" if name is None else f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": '
+
     def encode(self, text: str) -> NDArray[np.int32]:
         """Ids of plain text."""
         return np.asarray(self.tokenizer.encode(text), dtype=np.int32)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from gyre_tito.chat_format import TAIL_TOKENS, ChatFormat, ParsedTurn
 from gyre_tito.growable import Growable
-from gyre_tito.matching import Match, Matcher, Recorded
+from gyre_tito.matching import Match, Matcher, Recorded, TextHistory
 from gyre_tito.messages import Message, reasoning_digest
 from gyre_tito.records import CallRecord, ExecutionInfo, Link, SessionInfo
 from gyre_tito.requests import Transcript, invalid
@@ -58,7 +58,8 @@ class SessionState:
 class Plan:
     """A call that is ready to go: exact prompt ids int32[P] and how they lie in the tree.
 
-    `forced`: ids at the prompt's end that belong to the answer's text (a prefill). `match`: None for plain completions.
+    `forced`: ids at the prompt's end that belong to the answer's text (a prefill). `match`: None for plain completions,
+    for which `text` is the prompt if it came as text.
     """
 
     index: int
@@ -72,6 +73,7 @@ class Plan:
     buffer: Growable[np.int32]
     match: Match | None
     forced: NDArray[np.int32]
+    text: str | None = None
 
 
 class Execution:
@@ -85,6 +87,7 @@ class Execution:
         self.active: set[asyncio.Task[None]] = set()
         self.lost = ""  # why the store has lost a call of this execution, if it has
         self._matcher = Matcher()
+        self._texts = TextHistory()
         self._prompts: dict[bytes, int] = {}
         self._buffers: OrderedDict[int, Growable[np.int32]] = OrderedDict()
         self._next = 0
@@ -134,13 +137,22 @@ class Execution:
         state.head, state.count = found.head, found.count
         return self._plans(state, parent, prefix, context, link, found, forced, n)
 
-    def plan_ids(self, ids: NDArray[np.int32], session: str | None, n: int) -> list[Plan]:
-        """Plans for a prompt given as ids."""
+    def plan_text(self, prompt: str | tuple[int, ...], session: str | None, n: int) -> list[Plan]:
+        """Plans for a plain completion. Text that a recorded call ends with is not encoded again."""
+        if isinstance(prompt, str):
+            parent, prefix, rest = self._texts.longest(prompt)
+            more = self.chat.encode(rest)
+            ids = np.concatenate([self.tree.path_ids(parent, prefix), more]) if prefix else more
+        else:
+            ids = np.asarray(prompt, dtype=np.int32)
+        return self._plan_ids(ids, session, n, prompt if isinstance(prompt, str) else None)
+
+    def _plan_ids(self, ids: NDArray[np.int32], session: str | None, n: int, text: str | None) -> list[Plan]:
         parent, prefix = self.tree.longest_prefix(ids)
         state = self._choose_session(session or "main", None)
         grew = parent >= 0 and prefix == self.tree.place(parent).path_len
         link = Link.EXTEND if grew else Link.START if state.last_call < 0 else Link.REWRITE
-        return self._plans(state, parent, prefix, ids[prefix:], link, None, _NOTHING, n)
+        return self._plans(state, parent, prefix, ids[prefix:], link, None, _NOTHING, n, text)
 
     def _plans(
         self,
@@ -152,6 +164,7 @@ class Execution:
         match: Match | None,
         forced: NDArray[np.int32],
         n: int,
+        text: str | None = None,
     ) -> list[Plan]:
         if prefix + len(context) == 0:
             raise invalid("the prompt is empty; send at least one message or token")
@@ -161,7 +174,7 @@ class Execution:
         new_from = prefix if state.last_call >= 0 or parent >= 0 else 0
         plans = []
         for _ in range(n):
-            plan = Plan(self._next, state, parent, prefix, context, prompt, new_from, link, buffer, match, forced)
+            plan = Plan(self._next, state, parent, prefix, context, prompt, new_from, link, buffer, match, forced, text)
             plans.append(plan)
             self._next += 1
         self._recent = state.info.session
@@ -251,6 +264,9 @@ class Execution:
             while len(self._buffers) > _BUFFERS:
                 self._buffers.popitem(last=False)
         if plan.match is None:
+            if plan.text is not None and turn is not None:
+                stopped = call.finish == "stop" and int(call.sampled_ids[-1]) in self.chat.stop_ids
+                self._texts.add(plan.text + turn.content, call.index, call.path_len - stopped)
             return b""
         name, reasoning = b"", b""
         if turn is not None:

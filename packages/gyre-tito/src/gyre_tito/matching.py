@@ -64,6 +64,7 @@ class _Walk:
     new: tuple[Message, ...]
     broken: bool
     in_head: bool
+    last_role: str
 
 
 class Matcher:
@@ -91,8 +92,8 @@ class Matcher:
         if start is not None and start.size < len(content):
             rest = b"[" + bytes(content[start.size :]).lstrip(b" \t\r\n,") + b"]"
             messages = transcript.decode(rest)
-            if not messages or messages[0].role == "tool":
-                start = None
+            if not messages or messages[0].role == "tool" or start.walk.last_role == "assistant":
+                start = None  # such messages may belong to the turn before them: read the list as a whole
         elif start is not None:
             messages = ()
         if start is None:
@@ -108,7 +109,7 @@ class Matcher:
 
     def _start(self, transcript: Transcript) -> _Walk:
         begin = chain_start(transcript.tools)
-        walk = _Walk(begin, begin, 0, None, (), False, True)
+        walk = _Walk(begin, begin, 0, None, (), False, True, "")
         return self._advance(walk, transcript.preface)
 
     def _advance(self, walk: _Walk, messages: tuple[Message, ...]) -> _Walk:
@@ -127,7 +128,8 @@ class Matcher:
                 continue
             recorded, new = found, []
         kept = tuple(new) if recorded is not None else ()
-        return _Walk(name, head, walk.count + len(messages), recorded, kept, broken, in_head)
+        last = messages[-1].role if messages else walk.last_role
+        return _Walk(name, head, walk.count + len(messages), recorded, kept, broken, in_head, last)
 
     def _longest_cursor(self, seed: bytes, content: memoryview) -> tuple[_Cursor | None, bytes]:
         """The longest earlier list that `content` begins with, and the digest of `content` itself; one pass."""
@@ -151,6 +153,31 @@ class Matcher:
         self._cursors.move_to_end(cursor.seed + cursor.digest)
         while len(self._cursors) > _CURSORS:
             self._cursors.popitem(last=False)
+
+
+class TextHistory:
+    """Texts (prompt and completion) of plain completions, so that a prompt that goes on from one is recognised."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
+
+    def add(self, text: str, call: int, length: int) -> None:
+        """The first `length` tokens of `call`'s path say `text`."""
+        self._known[len(text), _text_digest(text)] = (call, length)
+        while len(self._known) > _CURSORS:
+            self._known.popitem(last=False)
+
+    def longest(self, prompt: str) -> tuple[int, int, str]:
+        """(call, tokens, the text after them); (-1, 0, prompt) when nothing known comes first."""
+        for size in sorted({size for size, _ in self._known if size <= len(prompt)}, reverse=True):
+            found = self._known.get((size, _text_digest(prompt[:size])))
+            if found is not None:
+                return *found, prompt[size:]
+        return -1, 0, prompt
+
+
+def _text_digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_SIZE).digest()
 
 
 def _content(raw: bytes) -> memoryview:

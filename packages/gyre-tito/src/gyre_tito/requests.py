@@ -89,9 +89,9 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """A plain completion: prompt text or ids, no chat format."""
+    """Plain completions: prompts as text or ids, no chat format. `echo`: the answer begins with the prompt."""
 
-    prompt: str | tuple[int, ...]
+    prompts: tuple[str | tuple[int, ...], ...]
     sampling: SamplingRequest
     echo: bool = False
 
@@ -121,13 +121,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All choices of a request; token counts for `usage`."""
+    """All choices of a request; token counts for `usage`. `prefill`: what the client itself began the turn with."""
 
     answer_id: str
     created: int
     choices: tuple[Choice, ...]
     prompt_tokens: int
     cached_tokens: int | None
+    prefill: str = ""
 
     @property
     def completion_tokens(self) -> int:
@@ -143,3 +144,20 @@ class Delta:
     content: str = ""
     reasoning: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A streamed answer begins."""
+
+    answer_id: str
+    created: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Nothing new for a while; the connection is kept alive."""
+
+
+Piece = Started | Delta | Ping | Answer

@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from gyre_tito.admin import admin_routes
-from gyre_tito.dialects import common
+from gyre_tito.dialects import common, completions
+from gyre_tito.dialects.anthropic import AnthropicMessages, anthropic_error, read_count
 from gyre_tito.dialects.chat import ChatCompletions
 from gyre_tito.dialects.common import ChatDialect, StreamWriter
+from gyre_tito.dialects.responses import Responses
 from gyre_tito.execution import Execution
 from gyre_tito.messages import HistoryError
-from gyre_tito.requests import Answer, ApiError, Delta
+from gyre_tito.requests import ApiError, Piece
 from gyre_tito.schema import StoreError
 from gyre_tito.service import TitoService
 
@@ -98,55 +100,83 @@ class AgentRoutes:
 
     def add(self, app: web.Application, prefix: str) -> None:
         """Register all routes under a prefix."""
-        app.router.add_post(f"{prefix}/v1/chat/completions", self._chat(ChatCompletions(), common.openai_error))
-        app.router.add_get(f"{prefix}/v1/models", self._models)
+        app.router.add_post(f"{prefix}/v1/chat/completions", self._chat(ChatCompletions()))
+        app.router.add_post(f"{prefix}/v1/responses", self._chat(Responses()))
+        app.router.add_post(f"{prefix}/v1/messages", self._chat(AnthropicMessages()))
+        app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._guard(self._count, anthropic_error))
+        app.router.add_post(f"{prefix}/v1/completions", self._guard(self._completions, common.openai_error))
+        app.router.add_get(f"{prefix}/v1/models", self._guard(self._models, common.openai_error))
+        app.router.add_get(prefix + "/v1/models/{model:.+}", self._guard(self._model, common.openai_error))
 
-    def _chat(self, dialect: ChatDialect, shape: Callable[[ApiError], Mapping[str, Any]]) -> Handler:
+    def _chat(self, dialect: ChatDialect) -> Handler:
         service = self._service
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            try:
-                execution = self._execution(request)
-                body = await self._body(request)
-                with service.metrics.phase("read"):
-                    asked, stream = dialect.request(body, len(service.chat.tokenizer))
-                session = _session(request)
-                if stream:
-                    items = service.chat_stream(execution, asked, session)
-                    writer = dialect.stream(asked, service.model, execution.next_answer_id())
-                    return await self._stream(request, items, writer, shape, dialect.name)
-                answer = await service.chat_answer(execution, asked, session)
-                with service.metrics.phase("respond"):
-                    return _json(dialect.response(asked, answer, service.model))
-            except Exception as error:  # noqa: BLE001 - the boundary: every failure becomes the dialect's error
-                return self._refuse(error, shape, dialect.name)
+            execution = self._execution(request)
+            body = await self._body(request)
+            with service.metrics.phase("read"):
+                asked, stream = dialect.request(body, len(service.chat_format.tokenizer))
+            batch = await service.chat(execution, asked, _session(request))
+            if stream:
+                return await self._stream(request, batch.stream(), dialect.stream(asked, service.model))
+            answer = await batch.finish()
+            with service.metrics.phase("respond"):
+                return _json(dialect.response(asked, answer, service.model))
 
-        return handle
+        return self._guard(handle, dialect.error, dialect.name)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        service = self._service
+        execution = self._execution(request)
+        asked, stream = completions.read(await self._body(request), len(service.chat_format.tokenizer))
+        batches = await service.text(execution, asked, _session(request))
+        if stream:
+            pieces = completions.merged([batch.stream() for batch in batches], asked.sampling.n)
+            return await self._stream(request, pieces, completions.TextStream(asked, service.model))
+        try:
+            answers = [await batch.finish() for batch in batches]
+        finally:
+            for batch in batches:
+                batch.cancel()
+        return _json(completions.response(asked, answers, service.model))
 
     async def _stream(
-        self,
-        request: web.Request,
-        items: AsyncIterator[Delta | Answer],
-        writer: StreamWriter,
-        shape: Callable[[ApiError], Mapping[str, Any]],
-        dialect: str,
+        self, request: web.Request, pieces: AsyncGenerator[Piece], writer: StreamWriter
     ) -> web.StreamResponse:
-        """Write a stream. The first item is awaited before the header, so that early errors keep their status."""
-        async with contextlib.aclosing(items):  # type: ignore[type-var]
-            first = await anext(items)
+        """Write a stream. The first piece is awaited before the header, so that early errors keep their status."""
+        async with contextlib.aclosing(pieces):
+            first = await anext(pieces)
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
             try:
-                await response.write(writer.start())
-                await _write_item(response, writer, first)
-                async for item in items:
-                    await _write_item(response, writer, item)
-            except ApiError as error:
-                self._service.metrics.count("errors", f"{dialect}:{error.status}")
-                await response.write(common.event(shape(error), "error"))
+                await response.write(common.write(writer, first))
+                async for piece in pieces:
+                    await response.write(common.write(writer, piece))
+            except ConnectionError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the boundary: the header is out, so the stream tells it
+                known = as_api_error(error)
+                self._service.metrics.count("errors", f"stream:{known.status}")
+                await response.write(writer.error(known))
             await response.write_eof()
-            self._service.metrics.count("requests", dialect)
             return response
+
+    def _guard(self, handler: Handler, shape: Callable[[ApiError], Mapping[str, Any]], name: str = "other") -> Handler:
+        """Every failure in the dialect's shape; requests are counted."""
+        metrics = self._service.metrics
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                answer = await handler(request)
+            except (ConnectionError, asyncio.CancelledError):
+                metrics.count("disconnects", name)
+                raise
+            except Exception as error:  # noqa: BLE001 - the boundary: every failure becomes the dialect's error
+                return self._refuse(error, shape, name)
+            metrics.count("requests", name)
+            return answer
+
+        return handle
 
     def _refuse(self, error: Exception, shape: Callable[[ApiError], Mapping[str, Any]], dialect: str) -> web.Response:
         known = as_api_error(error)
@@ -170,13 +200,38 @@ class AgentRoutes:
         except web.HTTPRequestEntityTooLarge as error:
             raise _too_large(self._max_body) from error
 
+    async def _count(self, request: web.Request) -> web.Response:
+        self._execution(request)
+        transcript = read_count(await self._body(request))
+        return _json({"input_tokens": await self._service.count_tokens(transcript)})
+
     async def _models(self, request: web.Request) -> web.Response:
-        try:
-            self._execution(request)
-        except ApiError as error:
-            return self._refuse(error, common.openai_error, "models")
-        card = {"id": self._service.model, "object": "model", "created": 0, "owned_by": "gyre"}
-        return _json({"object": "list", "data": [card], "has_more": False, "first_id": card["id"]})
+        self._execution(request)
+        card = _card(self._service.model)
+        return _json(
+            {"object": "list", "data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
+        )
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self._execution(request)
+        asked = request.match_info["model"]
+        if asked != self._service.model:
+            raise ApiError(
+                404, "not_found", f"there is no model {asked!r} here; this proxy serves {self._service.model!r}"
+            )
+        return _json(_card(asked))
+
+
+def _card(model: str) -> dict[str, Any]:
+    return {
+        "id": model,
+        "object": "model",
+        "type": "model",
+        "display_name": model,
+        "created": 0,
+        "created_at": "1970-01-01T00:00:00Z",
+        "owned_by": "gyre",
+    }
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -203,10 +258,6 @@ def _session(request: web.Request) -> str | None:
 
 def _json(value: Mapping[str, Any]) -> web.Response:
     return web.Response(body=_encode(value), content_type="application/json")
-
-
-async def _write_item(response: web.StreamResponse, writer: StreamWriter, item: Delta | Answer) -> None:
-    await response.write(writer.delta(item) if isinstance(item, Delta) else writer.end(item))
 
 
 async def _health(_: web.Request) -> web.Response:

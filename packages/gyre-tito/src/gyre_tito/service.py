@@ -1,24 +1,22 @@
 """The proxy without HTTP: executions, keys, and calls from a request to a recorded answer.
 
 Invariants. An answer is handed out only after its call is on disk. A call belongs to the one execution whose key came
-with it; a key of a closed execution is refused. A client that goes away stops the engine, and what was sampled stays.
-If the store cannot take a call, its execution takes no more calls: a tree with holes is worse than an error.
+with it; a key of a closed execution is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
-
-from gyre_tito.backend import Backend, BackendOverloadedError, GenerateCall, PromptTooLongError, Sampling
-from gyre_tito.calls import CallRun, Reading
-from gyre_tito.chat_format import ChatFormat, ParsedTurn
-from gyre_tito.execution import Execution, Plan, SessionState
+from gyre_tito.backend import Backend
+from gyre_tito.batch import Batch
+from gyre_tito.calls import Reading
+from gyre_tito.chat_format import ChatFormat
+from gyre_tito.dispatch import Dispatcher, Limits
+from gyre_tito.execution import Execution
 from gyre_tito.metrics import Metrics
 from gyre_tito.records import (
     ExecutionInfo,
@@ -29,36 +27,9 @@ from gyre_tito.records import (
     SessionKind,
     Status,
 )
-from gyre_tito.requests import (
-    Answer,
-    ApiError,
-    ChatRequest,
-    Choice,
-    Delta,
-    Finish,
-    SamplingRequest,
-    TextRequest,
-    invalid,
-)
+from gyre_tito.requests import ApiError, ChatRequest, TextRequest, Transcript, invalid
 from gyre_tito.schema import StoreError
 from gyre_tito.store import Store
-from gyre_tito.streaming import GrowingText
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """`context_limit`: prompt plus sampled tokens that the engine can hold (None: the engine says so itself).
-
-    `max_tokens`: used when a client names none. `max_in_flight` calls run at once, `max_waiting` more wait, the rest
-    are told to come back. `max_choices` bounds `n`. `cache_executions`: trees of closed executions are dropped at once,
-    of open ones never.
-    """
-
-    context_limit: int | None = None
-    max_tokens: int = 4096
-    max_in_flight: int = 1024
-    max_waiting: int = 4096
-    max_choices: int = 64
 
 
 class TitoService:
@@ -74,9 +45,8 @@ class TitoService:
         limits: Limits | None = None,
         context_limit: int | None = None,
     ) -> None:
-        self.backend = backend
         self.store = store
-        self.chat = chat
+        self.chat_format = chat
         self.model = model
         base = limits or Limits()
         self.limits = replace(base, context_limit=context_limit) if context_limit else base
@@ -85,8 +55,7 @@ class TitoService:
         self._executions: dict[str, Execution] = {}
         self._keys: dict[str, str] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="gyre-tito-render")
-        self._slots = asyncio.Semaphore(self.limits.max_in_flight)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._dispatcher = Dispatcher(backend, store, chat, self.limits, self.metrics)
 
     # -- executions ----------------------------------------------------------------------------------------------
 
@@ -104,7 +73,7 @@ class TitoService:
                 ) from error
             raise
         info = self.store.execution(spec.execution)
-        self._executions[spec.execution] = Execution(info, self.chat)
+        self._executions[spec.execution] = Execution(info, self.chat_format)
         self._keys[key] = spec.execution
         self.metrics.gauges["executions_open"] += 1
         root = self.base_url.rstrip("/")
@@ -153,7 +122,7 @@ class TitoService:
 
     def _restored(self, info: ExecutionInfo) -> Execution:
         """Rebuild an execution that another life of this process opened."""
-        state = Execution(info, self.chat, self.store.sessions(info.execution))
+        state = Execution(info, self.chat_format, self.store.sessions(info.execution))
         for call, note in self.store.calls_with_match(info.execution):
             state.restore(call, note)
         self._executions[info.execution] = state
@@ -180,278 +149,56 @@ class TitoService:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    async def chat_answer(self, execution: Execution, request: ChatRequest, session: str | None) -> Answer:
-        """Answer a chat request; returns when all its calls are on disk."""
-        runs = await self._start_chat(execution, request, session)
-        return await self._finish(runs, request.sampling)
-
-    async def chat_stream(
-        self, execution: Execution, request: ChatRequest, session: str | None
-    ) -> AsyncIterator[Delta | Answer]:
-        """Answer piece by piece; the last item is the whole `Answer`, after its calls are on disk."""
-        runs = await self._start_chat(execution, request, session)
-        async for item in self._stream(runs, request.sampling):
-            yield item
-
-    async def text_answer(self, execution: Execution, request: TextRequest, session: str | None) -> Answer:
-        """Answer a plain completion."""
-        return await self._finish(self._start_text(execution, request, session), request.sampling)
-
-    async def text_stream(
-        self, execution: Execution, request: TextRequest, session: str | None
-    ) -> AsyncIterator[Delta | Answer]:
-        """A plain completion, piece by piece."""
-        async for item in self._stream(self._start_text(execution, request, session), request.sampling):
-            yield item
-
-    async def _start_chat(self, execution: Execution, request: ChatRequest, session: str | None) -> _Runs:
-        self._check(execution, request.sampling)
+    async def chat(self, execution: Execution, request: ChatRequest, session: str | None) -> Batch:
+        """Start answering a chat request; `finish` or `stream` the batch."""
+        self._dispatcher.admit(execution, request.sampling)
+        transcript = request.transcript
+        opening = self._call_opening(request)
+        if opening:
+            transcript = replace(transcript, prefill=transcript.prefill + opening)
         with self.metrics.phase("plan"):
-            plans = await execution.plan(request.transcript, session, request.sampling.n, self._pool)
+            plans = await execution.plan(transcript, session, request.sampling.n, self._pool)
         reading = Reading(
-            tools=request.transcript.tools,
-            read_calls=request.tool_choice != "none" and bool(request.transcript.tools),
+            tools=transcript.tools,
+            read_calls=request.tool_choice != "none" and bool(transcript.tools),
             one_call=not request.parallel_tool_calls,
             stop=request.sampling.stop,
         )
-        return self._launch(execution, plans, request.sampling, reading, request.transcript.dialect)
+        prefill = request.transcript.prefill
+        return self._dispatcher.launch(execution, plans, request.sampling, reading, transcript.dialect, prefill)
 
-    def _start_text(self, execution: Execution, request: TextRequest, session: str | None) -> _Runs:
-        self._check(execution, request.sampling)
-        with self.metrics.phase("plan"):
-            if isinstance(request.prompt, str):
-                ids = self.chat.encode(request.prompt)
-            else:
-                ids = np.asarray(request.prompt, dtype=np.int32)
-            plans = execution.plan_ids(ids, session, request.sampling.n)
-        reading = Reading(stop=request.sampling.stop, chat=False)
-        return self._launch(execution, plans, request.sampling, reading, "completions")
-
-    def _check(self, execution: Execution, sampling: SamplingRequest) -> None:
-        if execution.lost:
-            raise ApiError(503, "engine", f"this execution takes no more calls: {execution.lost}")
-        if not 1 <= sampling.n <= self.limits.max_choices:
-            raise invalid(f"n must be between 1 and {self.limits.max_choices}, got {sampling.n}", "n")
-        if self.metrics.gauges["waiting"] >= self.limits.max_waiting:
-            raise ApiError(429, "overloaded", f"{self.limits.max_waiting} calls are waiting already; try again shortly")
-
-    def _launch(
-        self,
-        execution: Execution,
-        plans: list[Plan],
-        requested: SamplingRequest,
-        reading: Reading,
-        dialect: str,
-    ) -> _Runs:
-        changed = asyncio.Event()
-        runs = _Runs(execution, [], [], changed)
-        for number, plan in enumerate(plans):
-            call = GenerateCall(
-                call_id=f"{execution.info.execution}#{plan.index}",
-                execution=execution.info.execution,
-                session=plan.session.info.session,
-                prompt_ids=plan.prompt_ids,
-                new_from=plan.new_from,
-                sampling=self._sampling(requested, len(plan.prompt_ids), number),
-                purpose=execution.info.purpose,
+    def _call_opening(self, request: ChatRequest) -> str:
+        """Text that forces a tool call; it is context, not sampled. Error: the format has no such text."""
+        if request.tool_choice in ("auto", "none"):
+            return ""
+        name = request.tool_choice.removeprefix("tool:") if request.tool_choice != "required" else None
+        opening = self.chat_format.call_opening(name)
+        if opening is None:
+            raise invalid(
+                f"tool_choice {request.tool_choice!r} cannot be forced in the chat format {self.chat_format.family!r}; "
+                "use 'auto' and say in the prompt that a tool must be called",
+                "tool_choice",
             )
-            run = CallRun(plan, call, self.chat, reading)
-            task = asyncio.create_task(self._drive(execution, run, runs, requested, dialect))
-            runs.runs.append(run)
-            runs.tasks.append(task)
-            self._keep(task, execution, plan.session)
-        return runs
+        return opening
 
-    def _keep(self, task: asyncio.Task[None], execution: Execution, session: SessionState) -> None:
-        """Hold a running call until it ends, however it ends."""
-        session.in_flight += 1
-        self._tasks.add(task)
-        execution.active.add(task)
+    async def text(self, execution: Execution, request: TextRequest, session: str | None) -> list[Batch]:
+        """Start a plain completion; one batch for every prompt."""
+        self._dispatcher.admit(execution, request.sampling)
+        reading = Reading(stop=request.sampling.stop, chat=False)
+        batches = []
+        for prompt in request.prompts:
+            with self.metrics.phase("plan"):
+                plans = execution.plan_text(prompt, session, request.sampling.n)
+            batches.append(self._dispatcher.launch(execution, plans, request.sampling, reading, "completions"))
+        return batches
 
-        def ended(done: asyncio.Task[None]) -> None:
-            session.in_flight -= 1
-            self._tasks.discard(done)
-            execution.active.discard(done)
-
-        task.add_done_callback(ended)
-
-    def _sampling(self, asked: SamplingRequest, prompt: int, number: int) -> Sampling:
-        limit = self.limits.context_limit
-        tokens = asked.max_tokens if asked.max_tokens is not None else self.limits.max_tokens
-        if limit is not None:
-            if prompt >= limit:
-                raise ApiError(
-                    400,
-                    "context_length",
-                    f"the prompt has {prompt} tokens and this model's context holds {limit}; shorten the history",
-                    param="messages",
-                )
-            tokens = min(tokens, limit - prompt)
-        return Sampling(
-            max_tokens=tokens,
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            top_k=asked.top_k or 0,
-            min_p=asked.min_p or 0.0,
-            seed=None if asked.seed is None else asked.seed + number,
-            stop_token_ids=tuple(dict.fromkeys((*self.chat.stop_ids, *asked.stop_token_ids))),
-            ignore_eos=asked.ignore_eos,
-            frequency_penalty=asked.frequency_penalty,
-            presence_penalty=asked.presence_penalty,
-            repetition_penalty=asked.repetition_penalty,
-            logit_bias=asked.logit_bias,
-            top_logprobs=asked.top_logprobs,
-        )
-
-    async def _drive(
-        self, execution: Execution, run: CallRun, runs: _Runs, requested: SamplingRequest, dialect: str
-    ) -> None:
-        """One call from the queue to the disk."""
-        gauges = self.metrics.gauges
-        gauges["waiting"] += 1
-        waiting = 1
-        try:
-            async with self._slots:
-                gauges["waiting"] -= 1
-                waiting = 0
-                gauges["in_flight"] += 1
-                try:
-                    with self.metrics.phase("engine"):
-                        await run.run(self.backend, runs.changed.set)
-                finally:
-                    gauges["in_flight"] -= 1
-        except asyncio.CancelledError:
-            run.outcome = "disconnect"
-        finally:
-            gauges["waiting"] -= waiting
-        await self._record(execution, run, runs, requested, dialect)
-
-    async def _record(
-        self, execution: Execution, run: CallRun, runs: _Runs, requested: SamplingRequest, dialect: str
-    ) -> None:
-        answered = run.outcome in ("stop", "length", "stop_string")
-        turn: ParsedTurn | None = None
-        with self.metrics.phase("parse"):
-            if answered:
-                number = runs.runs.index(run)
-                turn = runs.final_turn(number, run.turn())
-        call = run.record(requested, {"dialect": dialect})
-        note = execution.record(run.plan, call, turn)
-        fresh = None if run.plan.session.stored else run.plan.session.info
-        run.plan.session.stored = True
-        with self.metrics.phase("commit"):
-            try:
-                await self.store.add_call(execution.info.execution, call, note, fresh)
-            except StoreError as error:
-                execution.lost = str(error)
-                run.outcome, run.error = "error", error
-        self.metrics.count("calls", run.outcome)
-        self.metrics.count("sampled_tokens", amount=len(call.sampled_ids))
-        self.metrics.count("context_tokens", amount=len(call.context_ids))
-
-    async def _finish(self, runs: _Runs, requested: SamplingRequest) -> Answer:
-        try:
-            await asyncio.wait(runs.tasks)
-        except asyncio.CancelledError:
-            for task in runs.tasks:
-                task.cancel()
-            raise
-        return self._answer(runs, requested)
-
-    async def _stream(self, runs: _Runs, requested: SamplingRequest) -> AsyncIterator[Delta | Answer]:
-        runs.texts = [GrowingText() for _ in runs.runs]
-        sent = [0] * len(runs.runs)
-        ended = asyncio.gather(*runs.tasks, return_exceptions=True)
-        ended.add_done_callback(lambda _: runs.changed.set())
-        try:
-            while not ended.done():
-                await runs.changed.wait()
-                runs.changed.clear()
-                for number, run in enumerate(runs.runs):
-                    if run.outcome != "running" or not runs.texts[number].due(len(run.ids)):
-                        continue
-                    content, reasoning = runs.texts[number].grow(run.turn(), len(run.ids))
-                    logprobs = run.token_logprobs(sent[number]) if requested.logprobs else ()
-                    if content or reasoning or logprobs:
-                        sent[number] += len(logprobs)
-                        yield Delta(number, content, reasoning, logprobs)
-            answer = self._answer(runs, requested)
-            for number, run in enumerate(runs.runs):
-                content, reasoning = runs.last_piece[number]
-                logprobs = run.token_logprobs(sent[number]) if requested.logprobs else ()
-                if content or reasoning or logprobs:
-                    yield Delta(number, content, reasoning, logprobs)
-            yield answer
-        finally:
-            for task in runs.tasks:
-                task.cancel()
-
-    def _answer(self, runs: _Runs, requested: SamplingRequest) -> Answer:
-        for run in runs.runs:
-            if run.error is not None or run.outcome in ("abort", "disconnect", "error"):
-                raise _failure(run)
-        choices = []
-        for number, run in enumerate(runs.runs):
-            turn = runs.turns[number]
-            finish: Finish = "length" if run.outcome == "length" else "stop"
-            if run.stop_string is not None:
-                finish = "stop_string"
-            if turn.tool_calls and finish == "stop":
-                finish = "tool_calls"
-            logprobs = run.token_logprobs() if requested.logprobs else ()
-            choices.append(Choice(number, run.call.call_id, turn, finish, run.stop_string, len(run.ids), logprobs))
-        first = runs.runs[0]
-        return Answer(
-            first.call.call_id.replace("#", "-"),
-            int(first.started_at),
-            tuple(choices),
-            len(first.plan.prompt_ids),
-            first.cached_tokens,
-        )
+    async def count_tokens(self, transcript: Transcript) -> int:
+        """Tokens of a fresh prompt with these messages."""
+        messages = (*transcript.preface, *transcript.decode(transcript.raw))
+        loop = asyncio.get_running_loop()
+        return len(await loop.run_in_executor(self._pool, self.chat_format.render, messages, transcript.tools))
 
     async def close(self) -> None:
         """Cut running calls, record them, and let go of threads. The store stays open."""
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(list(self._tasks))
+        await self._dispatcher.close()
         self._pool.shutdown(wait=False)
-
-
-class _Runs:
-    """The calls of one request and what its client has seen of them."""
-
-    def __init__(
-        self,
-        execution: Execution,
-        runs: list[CallRun],
-        tasks: list[asyncio.Task[None]],
-        changed: asyncio.Event,
-    ) -> None:
-        self.execution = execution
-        self.runs = runs
-        self.tasks = tasks
-        self.changed = changed
-        self.texts: list[GrowingText] = []
-        self.turns: dict[int, ParsedTurn] = {}
-        self.last_piece: dict[int, tuple[str, str]] = {}
-
-    def final_turn(self, number: int, turn: ParsedTurn) -> ParsedTurn:
-        """The turn as the client will have seen it, which is what its next request will repeat."""
-        if self.texts:
-            content, reasoning, turn = self.texts[number].finish(turn)
-            self.last_piece[number] = (content, reasoning)
-        self.turns[number] = turn
-        return turn
-
-
-def _failure(run: CallRun) -> ApiError:
-    error = run.error
-    if isinstance(error, PromptTooLongError):
-        return ApiError(400, "context_length", str(error) or "the prompt does not fit the model's context")
-    if isinstance(error, BackendOverloadedError):
-        return ApiError(503, "overloaded", str(error) or "the engine has no room now; try again shortly")
-    if isinstance(error, StoreError):
-        return ApiError(503, "engine", f"the answer could not be recorded: {error}")
-    what = f"{type(error).__name__}: {error}" if error is not None else "the engine gave up"
-    return ApiError(502, "engine", f"call {run.call.call_id} was cut after {len(run.ids)} tokens ({what})")

@@ -17,10 +17,11 @@ _HELD_BACK = 24
 
 
 class GrowingText:
-    """Text of one choice on its way to a client."""
+    """Text of one choice on its way to a client, who has written its beginning (`prefill`) itself."""
 
-    def __init__(self) -> None:
-        self.content = ""
+    def __init__(self, prefill: str = "") -> None:
+        self._prefill = prefill
+        self.content = prefill
         self.reasoning = ""
         self._parsed_at = 0
         self._parsed_when = 0.0
@@ -44,6 +45,8 @@ class GrowingText:
 
         Should a parser have changed its mind about text that is already out, the seen turn keeps that text.
         """
+        if self.content == self._prefill and not self.reasoning:
+            return turn.content.removeprefix(self._prefill), turn.reasoning or "", turn
         content, reasoning = self._emit(turn.content, turn.reasoning or "")
         seen = ParsedTurn(
             self.content,

@@ -72,7 +72,7 @@ class BookkeepingEngine:
     """Yields ids that `reply` chooses for a call, `chunk` at a time, `delay` seconds apart, and keeps the books.
 
     `version` may change at any time, also in the middle of a call; every token carries the one of its moment.
-    `fail_after`: raise `BackendError` after that many tokens.
+    `fail_after`: raise `BackendError` after that many tokens. `gate`: nothing is sampled before this event is set.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class BookkeepingEngine:
         self.delay = delay
         self.fail_after = fail_after
         self.version = 0
+        self.gate: asyncio.Event | None = None
         self.books: list[EngineEntry] = []
         self.cancelled = 0
 
@@ -99,6 +100,8 @@ class BookkeepingEngine:
         chunks = [ids[at : at + self.chunk] for at in range(0, len(ids), self.chunk)] or [[]]
         finished = False
         try:
+            if self.gate is not None:
+                await self.gate.wait()
             for number, piece in enumerate(chunks):
                 await asyncio.sleep(self.delay)
                 if self.fail_after is not None and len(entry.sampled) >= self.fail_after:

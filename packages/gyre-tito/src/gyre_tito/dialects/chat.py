@@ -16,10 +16,12 @@ from gyre_tito.dialects.common import Content
 from gyre_tito.messages import Message, ToolCall
 from gyre_tito.requests import (
     Answer,
+    ApiError,
     ChatRequest,
     Choice,
     Delta,
     SamplingRequest,
+    Started,
     TokenLogprob,
     Transcript,
     invalid,
@@ -129,7 +131,7 @@ class ChatCompletions:
     def request(self, body: bytes, vocabulary: int) -> tuple[ChatRequest, bool]:
         """Read a request body; returns it and whether to stream."""
         read = common.decode(body, _Body, "the request body")
-        if not bytes(read.messages).lstrip().startswith(b"["):
+        if not common.is_list(bytes(read.messages)):
             raise invalid("messages is missing or no list; send the conversation so far as a list", "messages")
         if read.response_format is not None and read.response_format.type != "text":
             raise invalid(
@@ -160,20 +162,25 @@ class ChatCompletions:
             "usage": usage(answer),
         }
 
-    def stream(self, request: ChatRequest, model: str, answer_id: str) -> ChatStream:
+    def stream(self, request: ChatRequest, model: str) -> ChatStream:
         """A writer for one streamed answer."""
-        return ChatStream(request, model, answer_id)
+        return ChatStream(request, model)
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """An error in OpenAI's shape."""
+        return common.openai_error(error)
 
 
 class ChatStream:
     """Chunks of one streamed answer."""
 
-    def __init__(self, request: ChatRequest, model: str, answer_id: str) -> None:
+    def __init__(self, request: ChatRequest, model: str) -> None:
         self._request = request
-        self._base = {"id": f"chatcmpl-{answer_id}", "object": "chat.completion.chunk", "created": 0, "model": model}
+        self._base: dict[str, Any] = {"id": "", "object": "chat.completion.chunk", "created": 0, "model": model}
 
-    def start(self) -> bytes:
+    def start(self, started: Started) -> bytes:
         """The chunks that open every choice."""
+        self._base = {**self._base, "id": f"chatcmpl-{started.answer_id}", "created": started.created}
         return b"".join(
             self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._request.sampling.n)
         )
@@ -187,9 +194,16 @@ class ChatStream:
             fields["reasoning_content"] = delta.reasoning
         return self._chunk(delta.index, fields, logprobs=delta.logprobs)
 
+    def ping(self) -> bytes:
+        """A comment, which clients skip."""
+        return b": still working\n\n"
+
+    def error(self, error: ApiError) -> bytes:
+        """An error event; the stream ends after it."""
+        return common.event(common.openai_error(error))
+
     def end(self, answer: Answer) -> bytes:
         """Tool calls, finish reasons, usage, end mark."""
-        self._base["created"] = answer.created
         out = b""
         for choice in answer.choices:
             for number, call in enumerate(choice.turn.tool_calls):

@@ -11,7 +11,16 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from gyre_tito.messages import Message
-from gyre_tito.requests import Answer, ApiError, ChatRequest, Delta, SamplingRequest, invalid
+from gyre_tito.requests import (
+    Answer,
+    ApiError,
+    ChatRequest,
+    Delta,
+    Piece,
+    SamplingRequest,
+    Started,
+    invalid,
+)
 
 T = TypeVar("T")
 
@@ -132,9 +141,9 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 
 class StreamWriter(Protocol):
-    """Turns what a streamed answer yields into bytes for the client."""
+    """Turns the pieces of a streamed answer into bytes for the client."""
 
-    def start(self) -> bytes:
+    def start(self, started: Started) -> bytes:
         """What comes before the first delta."""
         ...
 
@@ -142,9 +151,26 @@ class StreamWriter(Protocol):
         """New text."""
         ...
 
+    def ping(self) -> bytes:
+        """Something that keeps the connection alive and means nothing."""
+        ...
+
     def end(self, answer: Answer) -> bytes:
         """Whatever ends the stream: calls, reasons, usage."""
         ...
+
+    def error(self, error: ApiError) -> bytes:
+        """A failure in the middle of the stream."""
+        ...
+
+
+def write(writer: StreamWriter, piece: Piece) -> bytes:
+    """One piece of a streamed answer as bytes."""
+    if isinstance(piece, Delta):
+        return writer.delta(piece)
+    if isinstance(piece, Answer):
+        return writer.end(piece)
+    return writer.start(piece) if isinstance(piece, Started) else writer.ping()
 
 
 class ChatDialect(Protocol):
@@ -160,9 +186,18 @@ class ChatDialect(Protocol):
         """The whole answer as JSON."""
         ...
 
-    def stream(self, request: ChatRequest, model: str, answer_id: str) -> StreamWriter:
+    def stream(self, request: ChatRequest, model: str) -> StreamWriter:
         """A writer for one streamed answer."""
         ...
+
+    def error(self, error: ApiError) -> Mapping[str, Any]:
+        """An error in the dialect's shape."""
+        ...
+
+
+def is_list(raw: bytes) -> bool:
+    """Whether JSON text is a list."""
+    return raw.lstrip().startswith(b"[")
 
 
 def openai_error(error: ApiError) -> dict[str, Any]:

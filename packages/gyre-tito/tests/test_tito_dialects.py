@@ -1,0 +1,291 @@
+"""The other dialects over raw HTTP: completions, responses, Anthropic messages. Histories must stay one path."""
+
+from __future__ import annotations
+
+import json
+
+import aiohttp
+import pytest
+from gyre_tito import ExecutionSpec, ProxyServer, Store, TitoService
+from gyre_tito.records import Link
+from gyre_tito.testing import BookkeepingEngine, scripted, tiny_format
+
+CALL = '<tool_call>\n{"name": "read_file",  "arguments": {"path":"a.txt"}}\n</tool_call>'
+THOUGHT = "<think>\nlook\n</think>\n\n"
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
+
+
+class Bench:
+    def __init__(self, tmp_path, *texts, chunk=1):
+        self.chat = tiny_format()
+        self.engine = BookkeepingEngine(scripted(self.chat, *texts), chunk=chunk)
+        self.store = Store.open(tmp_path / "s.db", writable=True, durability="process")
+        self.service = TitoService(self.engine, self.store, self.chat)
+        self.server = ProxyServer(self.service)
+
+    async def __aenter__(self):
+        await self.server.start()
+        self.http = aiohttp.ClientSession()
+        self.key = (await self.service.open_execution(ExecutionSpec("e"))).api_key
+        return self
+
+    async def __aexit__(self, *_):
+        await self.http.close()
+        await self.server.stop()
+        self.store.close()
+
+    async def post(self, path, body):
+        url, headers = self.server.base_url + path, {"x-api-key": self.key}
+        async with self.http.post(url, json=body, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    async def events(self, path, body):
+        url, headers = self.server.base_url + path, {"x-api-key": self.key}
+        async with self.http.post(url, json={**body, "stream": True}, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            text = await answer.text()
+        lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
+
+    def one_path(self):
+        tree = self.store.load_tree("e")
+        for entry in self.engine.books:
+            index = int(entry.call.call_id.rpartition("#")[2])
+            assert tree.path_ids(index).tolist() == entry.prompt.tolist() + entry.sampled
+        assert len(tree.leaves()) == 1
+        assert {call.link for call in self.store.calls("e")} == {Link.START, Link.EXTEND}
+
+
+ANTHROPIC_TOOLS = [{"name": "read_file", "description": "Read.", "input_schema": SCHEMA}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropic_conversation_is_one_path(tmp_path, stream):
+    async with Bench(tmp_path, f"{THOUGHT}I read it.\n{CALL}", "It says 5.") as bench:
+        body = {
+            "model": "m",
+            "max_tokens": 200,
+            "system": [{"type": "text", "text": "Be brief."}],
+            "messages": [{"role": "user", "content": "What is in a.txt?"}],
+            "tools": ANTHROPIC_TOOLS,
+        }
+        if stream:
+            content = assemble_anthropic(await bench.events("/v1/messages", body), "tool_use")
+        else:
+            status, answer = await bench.post("/v1/messages", body)
+            assert status == 200
+            assert answer["stop_reason"] == "tool_use"
+            content = answer["content"]
+        assert [block["type"] for block in content] == ["thinking", "text", "tool_use"]
+        assert content[0]["thinking"] == "look"
+        assert content[1]["text"] == "I read it."
+        assert content[2]["input"] == {"path": "a.txt"}
+        result = {"type": "tool_result", "tool_use_id": content[2]["id"], "content": [{"type": "text", "text": "5"}]}
+        body["messages"] += [{"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+        status, answer = await bench.post("/v1/messages", body)
+        assert (status, answer["stop_reason"]) == (200, "end_turn")
+        assert answer["content"] == [{"type": "text", "text": "It says 5."}]
+        assert answer["usage"]["cache_read_input_tokens"] > 0
+        bench.one_path()
+
+
+def assemble_anthropic(events, stop_reason):
+    assert events[0]["type"] == "message_start"
+    assert events[0]["message"]["usage"]["input_tokens"] > 0
+    assert events[-1]["type"] == "message_stop"
+    assert events[-2]["delta"]["stop_reason"] == stop_reason
+    blocks = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append({**event["content_block"], "json": ""})
+        elif event["type"] == "content_block_delta":
+            delta, block = event["delta"], blocks[event["index"]]
+            for kind, field in (("text_delta", "text"), ("thinking_delta", "thinking")):
+                if delta["type"] == kind:
+                    block[field] += delta[field]
+            block["json"] += delta.get("partial_json", "")
+    for block in blocks:
+        text = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(text)
+    return blocks
+
+
+async def test_anthropic_prefill_stop_and_count(tmp_path):
+    async with Bench(tmp_path, " Paris END tail", "ok") as bench:
+        messages = [{"role": "user", "content": "Capital?"}, {"role": "assistant", "content": "The answer is"}]
+        body = {"model": "m", "max_tokens": 50, "messages": messages, "stop_sequences": ["END"]}
+        status, answer = await bench.post("/v1/messages", body)
+        assert status == 200
+        assert answer["content"][0]["text"] == " Paris "
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "END")
+        prompt = bench.engine.books[0].prompt.tolist()
+        assert bench.chat.decode(prompt).endswith("assistant\nThe answer is")
+        follow = [
+            messages[0],
+            {"role": "assistant", "content": "The answer is Paris"},
+            {"role": "user", "content": "?"},
+        ]
+        status, answer = await bench.post("/v1/messages", {**body, "messages": follow})
+        assert status == 200
+        bench.one_path()
+        status, counted = await bench.post("/v1/messages/count_tokens", {"model": "m", "messages": messages[:1]})
+        assert (status, counted["input_tokens"]) == (200, len(prompt) - len(bench.chat.encode("The answer is")))
+
+
+async def test_anthropic_errors_have_its_shape(tmp_path):
+    async with Bench(tmp_path) as bench:
+        for body, text in (
+            ({"messages": [{"role": "user", "content": "x"}]}, "max_tokens"),
+            ({"max_tokens": 5}, "messages"),
+            ({"max_tokens": 5, "messages": [{"role": "system", "content": "x"}]}, "role"),
+            ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+            (
+                {
+                    "max_tokens": 5,
+                    "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "z"}]}],
+                },
+                "no assistant turn",
+            ),
+            (
+                {
+                    "max_tokens": 5,
+                    "messages": [{"role": "user", "content": "x"}],
+                    "tools": [{"name": "web_search", "type": "web_search_20250305"}],
+                },
+                "custom tools",
+            ),
+        ):
+            status, answer = await bench.post("/v1/messages", body)
+            assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
+            assert text in answer["error"]["message"]
+        bench.key = "wrong"
+        status, answer = await bench.post("/v1/messages", {})
+        assert (status, answer["error"]["type"]) == (401, "authentication_error")
+
+
+RESPONSE_TOOLS = [{"type": "function", "name": "read_file", "description": "Read.", "parameters": SCHEMA}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_conversation_is_one_path(tmp_path, stream):
+    async with Bench(tmp_path, f"{THOUGHT}I read it.\n{CALL}", "It says 5.") as bench:
+        body = {"model": "m", "instructions": "Be brief.", "input": "What is in a.txt?", "tools": RESPONSE_TOOLS}
+        if stream:
+            events = await bench.events("/v1/responses", body)
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+            assert events[-1]["type"] == "response.completed"
+            response = events[-1]["response"]
+            done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+            assert done == response["output"]
+            text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+            assert text == "I read it."
+        else:
+            status, response = await bench.post("/v1/responses", body)
+            assert status == 200
+        output = response["output"]
+        assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+        assert json.loads(output[2]["arguments"]) == {"path": "a.txt"}
+        result = {"type": "function_call_output", "call_id": output[2]["call_id"], "output": "5"}
+        body["input"] = [{"role": "user", "content": "What is in a.txt?"}, *output, result]
+        status, response = await bench.post("/v1/responses", body)
+        assert (status, response["status"]) == (200, "completed")
+        assert response["output"][0]["content"][0]["text"] == "It says 5."
+        bench.one_path()
+
+
+async def test_responses_refuses_what_it_cannot_do(tmp_path):
+    async with Bench(tmp_path) as bench:
+        for body, text in (
+            ({}, "input is missing"),
+            ({"input": "x", "previous_response_id": "r"}, "previous_response_id"),
+            ({"input": "x", "tools": [{"type": "web_search"}]}, "cannot run here"),
+            ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+            ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "no assistant turn"),
+            ({"input": "x", "background": True}, "background"),
+        ):
+            status, answer = await bench.post("/v1/responses", body)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            assert text in answer["error"]["message"]
+
+
+async def test_completions_continue_text_without_encoding_it_again(tmp_path):
+    async with Bench(tmp_path, " two three", " five", "x", "y") as bench:
+        status, first = await bench.post("/v1/completions", {"prompt": "one", "max_tokens": 40, "logprobs": 0})
+        assert status == 200
+        text = first["choices"][0]["text"]
+        assert text == " two three"
+        assert len(first["choices"][0]["logprobs"]["tokens"]) == len(bench.engine.books[0].sampled)
+        await bench.post("/v1/completions", {"prompt": "one" + text + " four", "max_tokens": 40})
+        tree = bench.store.load_tree("e")
+        kept = bench.store.calls("e")[1]
+        assert kept.parent == 0
+        assert kept.prefix_len == tree.place(0).path_len - 1
+        ids = bench.engine.books[1].prompt.tolist()
+        body = {"prompt": [ids, "other"], "max_tokens": 5, "echo": True}
+        status, both = await bench.post("/v1/completions", body)
+        assert [choice["index"] for choice in both["choices"]] == [0, 1]
+        assert both["choices"][1]["text"].startswith("other")
+        assert bench.engine.books[2].prompt.tolist() == ids
+        for bad in ({}, {"prompt": []}, {"prompt": [10**6]}, {"prompt": ["a", 1]}, {"prompt": "a", "best_of": 3}):
+            status, answer = await bench.post("/v1/completions", bad)
+            assert (status, "error" in answer) == (400, True)
+
+
+async def test_completions_stream(tmp_path):
+    async with Bench(tmp_path, "a b c", "d e f") as bench:
+        events = await bench.events("/v1/completions", {"prompt": ["x", "y"], "max_tokens": 40})
+        texts = {0: "", 1: ""}
+        for event in events:
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert texts == {0: "a b c", 1: "d e f"}
+
+
+async def test_a_forced_tool_call_is_context_and_not_sampled(tmp_path):
+    async with Bench(tmp_path, '{"path": "b.txt"}}\n</tool_call>', "done") as bench:
+        tool = {"type": "function", "function": {"name": "read_file", "parameters": SCHEMA}}
+        choice = {"type": "function", "function": {"name": "read_file"}}
+        messages = [{"role": "user", "content": "u"}]
+        body = {"messages": messages, "tools": [tool], "tool_choice": choice}
+        status, answer = await bench.post("/v1/chat/completions", body)
+        assert status == 200
+        call = answer["choices"][0]["message"]["tool_calls"][0]
+        assert json.loads(call["function"]["arguments"]) == {"path": "b.txt"}
+        sampled = bench.chat.decode(bench.store.calls("e")[0].sampled_ids.tolist())
+        assert sampled.startswith('{"path"')
+        messages += [answer["choices"][0]["message"], {"role": "tool", "tool_call_id": call["id"], "content": "5"}]
+        assert (await bench.post("/v1/chat/completions", {"messages": messages, "tools": [tool]}))[0] == 200
+        bench.one_path()
+
+
+async def test_tool_choice_none_leaves_calls_as_text(tmp_path):
+    async with Bench(tmp_path, CALL) as bench:
+        tool = {"type": "function", "function": {"name": "read_file"}}
+        body = {"messages": [{"role": "user", "content": "u"}], "tools": [tool], "tool_choice": "none"}
+        _, answer = await bench.post("/v1/chat/completions", body)
+        assert answer["choices"][0]["message"]["content"] == CALL
+        assert "tool_calls" not in answer["choices"][0]["message"]
+
+
+async def test_a_broken_tool_call_is_shown_as_the_model_wrote_it(tmp_path):
+    broken = '<tool_call>\n{"name": "read_file", oops}\n</tool_call>'
+    async with Bench(tmp_path, "Hm. " + broken, "ok") as bench:
+        tool = {"type": "function", "function": {"name": "read_file"}}
+        messages = [{"role": "user", "content": "u"}]
+        _, answer = await bench.post("/v1/chat/completions", {"messages": messages, "tools": [tool]})
+        content = answer["choices"][0]["message"]["content"]
+        assert broken in content
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "again"}]
+        await bench.post("/v1/chat/completions", {"messages": messages, "tools": [tool]})
+        bench.one_path()
+
+
+async def test_models(tmp_path):
+    async with Bench(tmp_path) as bench:
+        headers = {"Authorization": f"Bearer {bench.key}"}
+        async with bench.http.get(bench.server.base_url + "/v1/models", headers=headers) as answer:
+            assert (await answer.json())["data"][0]["id"] == "policy"
+        async with bench.http.get(bench.server.base_url + "/v1/models/other", headers=headers) as answer:
+            assert answer.status == 404
