@@ -189,7 +189,14 @@ async def test_the_first_signal_stops_in_order():
     with pytest.raises(Stopped):
         await until_stopped(work(), lambda: ended.append("asked"))
     assert ended == ["asked", "in order"]
-    assert await until_stopped(asyncio.sleep(0, "done"), lambda: None) == "done"
+    assert await until_stopped(asyncio.sleep(0, "done"), lambda: None, deadline_s=60) == "done"
+
+
+async def test_a_deadline_stops_in_order():
+    asked = []
+    with pytest.raises(Stopped):
+        await until_stopped(asyncio.sleep(30), lambda: asked.append(1), deadline_s=0.02)
+    assert asked == [1]
 
 
 def test_the_second_signal_kills(tmp_path):

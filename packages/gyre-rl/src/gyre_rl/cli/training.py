@@ -52,7 +52,7 @@ def carry_out(config: RunConfig, console: Console, *, resume: bool, plain: bool)
     record(config)
     summary: object = {"ok": False, "stopped": True, "run_dir": str(config.dir)}
     try:
-        summary = asyncio.run(until_stopped(run(config, resume=resume, view=view), stopping))
+        summary = asyncio.run(until_stopped(run(config, resume=resume, view=view), stopping, config.deadline_s))
     except Stopped:
         pass
     finally:
