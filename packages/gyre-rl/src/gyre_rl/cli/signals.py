@@ -24,7 +24,7 @@ class Stopped(Exception):  # noqa: N818 - an outcome, not a fault
 async def until_stopped(
     work: Coroutine[Any, Any, T], on_first: Callable[[], None], deadline_s: float | None = None
 ) -> T:
-    """Run `work`; `Stopped` when a signal, or the deadline in seconds, ended it. `on_first` is called when that begins."""
+    """Run `work`; `Stopped` when a signal or the deadline ended it. `on_first` is called when that begins."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
     count = 0
