@@ -66,7 +66,7 @@ class SchedConfig:
     computed only once it is sealed, as most trainers do.
     """
     overload: float = 1.0
-    """Load above which a session may leave its home cell for a much emptier one."""
+    """Calls per slot up to which a cell is given calls; the others wait here, oldest groups first."""
     spread: float = 0.25
     """A prefix match may be this much fuller than the mean before load wins."""
     prefix_entries: int = 65_536

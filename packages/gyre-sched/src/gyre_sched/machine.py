@@ -120,6 +120,8 @@ class Scheduler:
             w.now = before
             raise
         w.seq += 1
+        if w.freed and w.waiting:
+            on_sessions.serve_waiting(w)
         if w.dirty or w.touched:
             self._settle()
         return w.out
@@ -135,6 +137,8 @@ class Scheduler:
                 w.dirty = False
                 on_training.advance(w)
                 self._turn()
+            if w.freed and w.waiting:
+                on_sessions.serve_waiting(w)
 
     def _turn(self) -> None:
         for _ in range(len(self._w.cells)):

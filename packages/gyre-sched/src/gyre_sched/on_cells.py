@@ -84,7 +84,6 @@ def joined(w: World, ev: CellJoined) -> None:
     w.all_kv += cell.kv_tokens
     w.set_state(cell, S(Role(ev.role).value), f"joined with {ev.slots} slots, {ev.kv_tokens} KV tokens")
     _catch_up(w, cell)
-    on_sessions.serve_waiting(w)
 
 
 def lost(w: World, ev: CellLost) -> None:
@@ -118,8 +117,8 @@ def _orphan(w: World, session: Session, cell: Cell) -> None:
     w.note(session, "{} is lost, KV and all", cell.id)
     w.detach(session)
     w.set_phase(session, SessionPhase.PAUSED)
-    if calling:
-        on_sessions.route(w, session)
+    if calling and not on_sessions.route(w, session):
+        w.set_phase(session, SessionPhase.WAITING)
 
 
 def reported(w: World, ev: LoadReported) -> None:
@@ -159,7 +158,6 @@ def give_up_turn(w: World, cell: Cell, why: str) -> None:
         w.set_state(cell, S.ROLLOUT, why)
         w.out.append(UndrainCell(cell.id, why))
         _catch_up(w, cell)
-        on_sessions.serve_waiting(w)
     else:
         w.set_state(cell, S.TRAIN, why)
 
@@ -200,11 +198,10 @@ def _drain(w: World, cell: Cell) -> None:
         dst = dst or w.rollout.least(version)
         if dst is None:
             continue
-        if session.phase is SessionPhase.WAITING:
-            on_sessions.leave_cell(w, session)
-            on_sessions.route(w, session)
-        elif carry or calling:
+        if carry or calling:
+            wants = session.phase is SessionPhase.WAITING
             on_sessions.start_move(w, session, dst, carry, calling, _move_reason(w, cell, need, carry))
+            session.wants = wants
         else:
             on_sessions.rehome(w, session, dst, _move_reason(w, cell, need, carry))
 
@@ -231,7 +228,6 @@ def drain_failed(w: World, ev: DrainFailed) -> None:
     cell = checks.cell(w, ev, ev.cell, S.DRAINING)
     w.set_state(cell, S.ROLLOUT, f"drain failed: {ev.reason}")
     cell.role_since = w.now
-    on_sessions.serve_waiting(w)
 
 
 def switch_done(w: World, ev: SwitchDone) -> None:
@@ -244,7 +240,6 @@ def switch_done(w: World, ev: SwitchDone) -> None:
     w.switches += 1
     w.set_state(cell, S(ev.role.value), f"switched in {ev.seconds:.3f} s")
     _catch_up(w, cell)
-    on_sessions.serve_waiting(w)
 
 
 def switch_failed(w: World, ev: SwitchFailed) -> None:
@@ -258,7 +253,6 @@ def switch_failed(w: World, ev: SwitchFailed) -> None:
     w.set_state(cell, S(ev.role.other.value), f"switch to {ev.role} failed: {ev.reason}")
     cell.role_since = w.now
     _catch_up(w, cell)
-    on_sessions.serve_waiting(w)
 
 
 # --- weights -----------------------------------------------------------------------------------------------
@@ -302,7 +296,6 @@ def weights_loaded(w: World, ev: WeightsLoaded) -> None:
     if cell.syncing is not None and cell.syncing <= ev.version:
         cell.syncing = None
     w.note(cell, "weights v{} loaded in {:.3f} s", ev.version, ev.seconds)
-    on_sessions.serve_waiting(w)
     w.dirty = True
 
 

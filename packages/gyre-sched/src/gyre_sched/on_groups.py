@@ -58,6 +58,8 @@ def admit(w: World) -> None:
             if load >= cfg.admit_load:
                 return
         name, group = w.queue.popitem(last=False)
+        w.admissions += 1
+        group.order = w.admissions
         led.admitted += 1
         led.outstanding[name] = group
         _run(w, group, f"group {led.admitted} of {limit} at v{led.published} and staleness {cfg.max_staleness}")

@@ -6,6 +6,8 @@ may still be on the way.
 
 from __future__ import annotations
 
+import heapq
+
 from . import checks, router
 from .commands import MoveSession, RouteCall
 from .errors import BadValueError, LateOutcomeError
@@ -17,6 +19,8 @@ from .world import World
 __all__ = ["abandon_move", "end_session", "leave_cell", "rehome", "route", "serve_waiting", "start_move"]
 
 P = SessionPhase
+_LOOK_PAST = 8
+"""Sessions that wait for their own cell are passed over by at most this many others."""
 
 
 def started(w: World, ev: SessionStarted) -> None:
@@ -40,7 +44,6 @@ def end_session(w: World, session: Session, why: str) -> None:
     """Forget a session and everything under way for it."""
     execution = session.execution
     _drop_move(w, session)
-    w.waiting.pop(session.id, None)
     w.set_phase(session, P.PAUSED)
     cell = w.detach(session)
     w.kv_held -= session.context
@@ -65,65 +68,71 @@ def requested(w: World, ev: CallRequested) -> None:
     if session.phase is P.MOVING:
         session.wants = True
         return
-    home = session.home
-    if home is not None:
-        if router.serves(home, session):
-            other = router.better_home(w, session, home)
-            if other is None:
-                w.set_phase(session, P.CALLING)
-                w.out.append(RouteCall(session.id, home.id, "home"))
-                return
-            why = f"{home.id} has load {home.load():.2f}, {other.id} only {other.load():.2f}"
-            _go_elsewhere(w, session, other, why)
-            return
-        found = router.choose(w, session, ev.prefix)
-        if found is not None:
-            _go_elsewhere(w, session, found[0], f"{home.id} is {home.state} at v{home.version}")
-            return
-        if home.state is not CellState.DRAINING:
-            w.set_phase(session, P.WAITING)
-            w.waiting[session.id] = session
-            return
-        leave_cell(w, session)
-    route(w, session, ev.prefix)
+    if session.phase is P.CALLING:
+        w.set_phase(session, P.PAUSED)
+    if not route(w, session, ev.prefix):
+        w.set_phase(session, P.WAITING)
 
 
 def route(w: World, session: Session, prefix: tuple[int, ...] = ()) -> bool:
-    """Find a cell for a homeless session that wants a call; else let it wait."""
+    """Find a cell with a free slot for a session that wants a call."""
+    home = session.home
+    if home is not None and router.serves(home, session):
+        if home.has_slot(w.config.overload):
+            _call(w, session, home, "home")
+            return True
+        if not router.worth_leaving(w, session):
+            return False
+        why = f"{home.id} is full"
+    elif home is not None:
+        why = f"{home.id} is {home.state} at v{home.version}"
+    else:
+        why = ""
     found = router.choose(w, session, prefix)
     if found is None:
-        w.set_phase(session, P.WAITING)
-        w.waiting[session.id] = session
         return False
-    cell, why = found
-    w.waiting.pop(session.id, None)
-    if session.home is None:
+    cell, reason = found
+    if home is None:
         w.attach(session, cell)
-        w.note(session, "routed to {}: {}", cell.id, why)
-    w.set_phase(session, P.CALLING)
+        w.note(session, "routed to {}: {}", cell.id, reason)
+    elif w.config.carry_kv and w.costs.carry_pays(session.context):
+        start_move(w, session, cell, True, False, why)
+        session.wants = True
+        return True
+    else:
+        rehome(w, session, cell, why)
+        reason = why
     if prefix:
         router.learn_prefix(w, cell, prefix)
-    w.out.append(RouteCall(session.id, cell.id, why))
+    _call(w, session, cell, reason)
     return True
 
 
+def _call(w: World, session: Session, cell: Cell, why: str) -> None:
+    w.set_phase(session, P.CALLING)
+    w.out.append(RouteCall(session.id, cell.id, why))
+
+
 def serve_waiting(w: World) -> None:
-    """Cells became able to serve: let waiting sessions go, oldest first, as far as there is a cell for them."""
-    if not w.waiting or not w.rollout.members:
-        return
-    newest = max(cell.version for cell in w.rollout.members.values())
-    for session in list(w.waiting.values()):
-        if session.execution.group.version > newest:
-            continue
-        home = session.home
-        if home is not None and router.serves(home, session):
-            del w.waiting[session.id]
-            w.set_phase(session, P.CALLING)
-            w.out.append(RouteCall(session.id, home.id, "home serves again"))
-            continue
-        if home is not None:
-            leave_cell(w, session)
-        route(w, session)
+    """Slots became free: serve those who wait, oldest groups first, until one finds none."""
+    w.freed = False
+    line = w.line
+    kept: list[tuple[int, int, str]] = []
+    while line:
+        entry = line[0]
+        session = w.waiting.get(entry[2])
+        if session is None:
+            heapq.heappop(line)
+        elif route(w, session):
+            w.freed = False
+            heapq.heappop(line)
+        elif session.home is not None and len(kept) < _LOOK_PAST and w.rollout.members:
+            kept.append(heapq.heappop(line))
+        else:
+            break
+    for entry in kept:
+        heapq.heappush(line, entry)
+    w.freed = False
 
 
 def call_ended(w: World, ev: CallEnded) -> None:
@@ -136,7 +145,9 @@ def call_ended(w: World, ev: CallEnded) -> None:
     if session.phase is P.MOVING:
         session.wants = False
         return
-    w.waiting.pop(session.id, None)
+    if session.phase is P.CALLING:
+        took = w.now - session.since
+        w.call_s = took if not w.call_s else w.call_s + 0.02 * (took - w.call_s)
     w.set_phase(session, P.PAUSED)
     home = session.home
     if home is not None and home.state is CellState.DRAINING:
@@ -182,13 +193,8 @@ def _arrive(w: World, session: Session) -> None:
         if home is not None and home.state is CellState.DRAINING:
             w.touched.append(home)
         return
-    if home is not None and router.serves(home, session):
-        w.set_phase(session, P.CALLING)
-        w.out.append(RouteCall(session.id, home.id, "moved here"))
-        return
-    if home is not None:
-        leave_cell(w, session)
-    route(w, session)
+    if not route(w, session):
+        w.set_phase(session, P.WAITING)
 
 
 def _drop_move(w: World, session: Session) -> None:
@@ -198,6 +204,8 @@ def _drop_move(w: World, session: Session) -> None:
         del w.moves[session.move]
         session.src = None
         src.moves_out -= 1
+        if session.home is not None:
+            session.home.moves_in -= 1
         if src.state is CellState.DRAINING:
             w.touched.append(src)
 
@@ -212,17 +220,6 @@ def abandon_move(w: World, session: Session, why: str) -> None:
         _drop_move(w, session)
     else:
         _arrive(w, session)
-
-
-def _go_elsewhere(w: World, session: Session, dst: Cell, why: str) -> None:
-    """A session that wants a call leaves its home for ``dst``."""
-    if w.config.carry_kv and w.costs.carry_pays(session.context):
-        session.wants = True
-        start_move(w, session, dst, True, False, why)
-        return
-    rehome(w, session, dst, why)
-    w.set_phase(session, P.CALLING)
-    w.out.append(RouteCall(session.id, dst.id, why))
 
 
 def rehome(w: World, session: Session, dst: Cell, why: str) -> None:
@@ -251,6 +248,7 @@ def start_move(w: World, session: Session, dst: Cell, carry: bool, interrupt: bo
     w.next_move += 1
     w.moves[session.move] = session
     src.moves_out += 1
+    dst.moves_in += 1
     how = "with its KV" if carry else "without its KV"
     w.note(session, "moves {} → {} {}: {}", src.id, dst.id, how, why)
     w.out.append(MoveSession(session.move, session.id, src.id, dst.id, carry, interrupt, session.context, why))

@@ -34,6 +34,7 @@ class Cell:
         "kv_held",
         "kv_tokens",
         "lease",
+        "moves_in",
         "moves_out",
         "notes",
         "order",
@@ -66,6 +67,7 @@ class Cell:
         self.calling = 0
         self.kv_held = 0
         self.moves_out = 0
+        self.moves_in = 0
         self.quiet = False
         """The engine confirmed that it takes no new calls."""
         self.lease: Lease | None = None
@@ -75,8 +77,13 @@ class Cell:
         self.notes: list[Note] = []
 
     def load(self) -> float:
-        """Sessions against slots or KV against cache, whichever is fuller."""
-        return max(len(self.sessions) / self.slots, self.kv_held / self.kv_tokens)
+        """Calls (and, a quarter each, paused sessions) against slots, or KV against cache, whichever is fuller."""
+        calls = (3 * (self.calling + self.moves_in) + len(self.sessions)) / (4 * self.slots)
+        return max(calls, self.kv_held / self.kv_tokens)
+
+    def has_slot(self, overload: float) -> bool:
+        """Whether one more call may be given to it."""
+        return self.calling + self.moves_in < overload * self.slots
 
 
 class Session:
@@ -120,7 +127,7 @@ class Execution:
 class Group:
     """The attempts at one task inside one step."""
 
-    __slots__ = ("evaluation", "executions", "id", "notes", "size", "stage", "step", "unfinished", "version")
+    __slots__ = ("evaluation", "executions", "id", "notes", "order", "size", "stage", "step", "unfinished", "version")
 
     def __init__(self, name: str, size: int, evaluation: bool = False) -> None:
         self.id = name
@@ -131,6 +138,8 @@ class Group:
         self.stage = "queued"
         """queued → running → ended → building → batched (then trained, or dropped at any point)"""
         self.step = -1
+        self.order = 0
+        """Counts admissions; calls of older groups are served first."""
         self.unfinished = size
         self.executions: dict[str, Execution] = {}
         self.notes: list[Note] = []

@@ -81,7 +81,14 @@ def snapshot(machine: Scheduler) -> dict[str, Any]:
         "groups": {
             g.id: (g.size, g.version, g.stage, g.step, g.unfinished, tuple(g.executions)) for g in w.groups.values()
         },
-        "order": (tuple(w.queue), tuple(w.waiting), tuple(w.moves), w.next_move, w.closed),
+        "order": (
+            tuple(w.queue),
+            tuple(sorted(w.waiting)),
+            tuple(sorted(w.line)),
+            tuple(w.moves),
+            w.next_move,
+            w.closed,
+        ),
         "prefixes": tuple(w.prefixes.items()),
         "ledger": (
             (led.version, led.published, led.admitted, led.sealed, led.applying, led.next_lease),

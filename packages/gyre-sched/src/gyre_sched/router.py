@@ -1,8 +1,9 @@
 """Which rollout cell serves a call: home first, then the longest known prefix, then the least load.
 
-Bounded load: a prefix match wins only while its cell is not much fuller than the mean, and a session leaves an
-overloaded home for a much emptier cell. A cell that drains, or whose weights are older than the session's group may
-sample from, is never chosen. Changes the prefix table only.
+Bounded load: a prefix match wins only while its cell is not much fuller than the mean, and no cell gets
+more calls than its slots (times ``overload``). A session leaves a full home for a free slot elsewhere if
+getting its context there takes less time than about half a call. A cell that drains, or whose weights are
+older than the session's group may sample from, is never chosen. Changes the prefix table only.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from .ids import CellState
 from .records import Cell, Session
 from .world import World
 
-__all__ = ["better_home", "choose", "learn_prefix", "serves"]
+__all__ = ["choose", "learn_prefix", "serves", "worth_leaving"]
 
 _LONGEST = 64
 
 
 def serves(cell: Cell, session: Session) -> bool:
-    """Whether ``cell`` may take a call of ``session`` now."""
+    """Whether ``cell`` may take calls of ``session``, if it has a slot."""
     return cell.state is CellState.ROLLOUT and cell.version >= session.execution.group.version
 
 
 def choose(w: World, session: Session, prefix: tuple[int, ...]) -> tuple[Cell, str] | None:
-    """The cell for a homeless session and the reason, or ``None`` if no cell may serve it."""
-    need = session.context
+    """A cell with a free slot and the reason, or ``None`` if there is none."""
+    need, overload = session.context, w.config.overload
     if prefix and w.prefixes:
         limit = _mean_load(w) * (1.0 + w.config.spread)
         for length in range(min(len(prefix), _LONGEST), 0, -1):
@@ -31,27 +32,25 @@ def choose(w: World, session: Session, prefix: tuple[int, ...]) -> tuple[Cell, s
             if order is None:
                 continue
             cell = w.rollout.members.get(order)
-            if cell is None or not serves(cell, session):
+            if cell is None or not serves(cell, session) or not cell.has_slot(overload):
                 continue
             if cell.load() <= limit + 1.0 / cell.slots and cell.kv_held + need <= cell.kv_tokens:
                 return cell, f"holds {length} blocks of its prefix"
     version = session.execution.group.version
-    least = w.rollout.least(version, lambda c: c.kv_held + need <= c.kv_tokens)
+    least = w.rollout.least(version, lambda c: c.has_slot(overload) and c.kv_held + need <= c.kv_tokens)
     if least is None:
-        least = w.rollout.least(version)
+        least = w.rollout.least(version, lambda c: c.has_slot(overload))
     return None if least is None else (least, "least loaded")
 
 
-def better_home(w: World, session: Session, home: Cell) -> Cell | None:
-    """A much emptier cell if ``home`` is overloaded."""
-    load = home.load()
-    if load <= w.config.overload:
-        return None
-    version, need = session.execution.group.version, session.context
-    other = w.rollout.least(version, lambda c: c.kv_held + need <= c.kv_tokens, tries=4)
-    if other is None or other is home or other.load() + 1.0 / other.slots > 0.75 * load:
-        return None
-    return other
+def worth_leaving(w: World, session: Session) -> bool:
+    """Whether getting a session's context to another cell is quicker than waiting for a slot at its full
+    home.
+    """
+    cost = w.costs.prefill_seconds(session.context)
+    if w.config.carry_kv:
+        cost = min(cost, w.costs.move_seconds(session.context))
+    return cost < 0.5 * w.call_s
 
 
 def learn_prefix(w: World, cell: Cell, prefix: tuple[int, ...]) -> None:

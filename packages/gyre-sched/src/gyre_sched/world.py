@@ -70,8 +70,16 @@ class World:
         """Groups that wait for admission, oldest first."""
         self.closed = False
         """No further group will be queued."""
-        self.waiting: OrderedDict[str, Session] = OrderedDict()
-        """Sessions in a call for which there is no cell, oldest first."""
+        self.waiting: dict[str, Session] = {}
+        """Sessions that want a call for which there is no cell or no slot."""
+        self.line: list[tuple[int, int, str]] = []
+        """Heap of them by (admission of their group, arrival); entries of sessions that left are skipped."""
+        self.arrivals = 0
+        self.freed = False
+        """Somebody who waits may be served now."""
+        self.call_s = 0.0
+        """Running mean of how long calls take."""
+        self.admissions = 0
         self.moves: dict[int, Session] = {}
         self.next_move = 1
         self.prefixes: OrderedDict[int, int] = OrderedDict()
@@ -129,6 +137,7 @@ class World:
             self.trainers.pop(cell.order, None)
             self.idle.pop(cell.order, None)
         if state is S.ROLLOUT:
+            self.freed = True
             self.rollout.add(cell)
             self.slots += cell.slots
             self.kv_tokens += cell.kv_tokens
@@ -162,6 +171,7 @@ class World:
         cell.version = version
         if member:
             self.rollout.add(cell)
+            self.freed = True
 
     # --- sessions ------------------------------------------------------------------------------------------
 
@@ -185,17 +195,30 @@ class World:
             if session.phase is SessionPhase.CALLING:
                 cell.calling -= 1
             self.rollout.lighter(cell)
+            self.freed = True
         return cell
 
     def set_phase(self, session: Session, phase: SessionPhase) -> None:
         """Change what a session is doing and keep the counts."""
-        was = session.phase is SessionPhase.CALLING
-        now = phase is SessionPhase.CALLING
-        if was != now:
-            step = 1 if now else -1
-            self.calling += step
+        old = session.phase
+        if old is phase:
+            return
+        if old is SessionPhase.CALLING:
+            self.calling -= 1
+            self.freed = True
             if session.home is not None:
-                session.home.calling += step
+                session.home.calling -= 1
+                self.rollout.lighter(session.home)
+        elif old is SessionPhase.WAITING:
+            del self.waiting[session.id]
+        if phase is SessionPhase.CALLING:
+            self.calling += 1
+            if session.home is not None:
+                session.home.calling += 1
+        elif phase is SessionPhase.WAITING:
+            self.waiting[session.id] = session
+            self.arrivals += 1
+            heapq.heappush(self.line, (session.execution.group.order, self.arrivals, session.id))
         session.phase = phase
         session.since = self.now
 
@@ -221,9 +244,10 @@ class World:
 
     def demand(self) -> tuple[float, float]:
         """Unfinished work as (slots, KV tokens), growth of the running contexts allowed for."""
-        paused = len(self.sessions) - self.calling
+        calls = self.calling + len(self.waiting)
+        paused = len(self.sessions) - calls
         ahead = self.unstarted + self.bare
-        slots = self.calling + self.config.pause_weight * paused + ahead
+        slots = calls + self.config.pause_weight * paused + ahead
         mean = self.ended_contexts / self.ended_sessions if self.ended_sessions else 0.0
         grown = self.growth_now() * self.config.growth_horizon_s
         return slots, self.kv_held + grown + ahead * mean * 0.5

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .models import Hardware
-from .workload import ExecutionPlan, Workload
+from .workload import ExecutionPlan, Workload, batches_of
 
 __all__ = ["Bound", "lower_bound"]
 
@@ -69,8 +69,9 @@ def lower_bound(hw: Hardware, load: Workload) -> Bound:
     for number in range(steps * width):
         plans = load.group(number)
         sampling += sum(sampling_cell_seconds(hw, p) for p in plans)
-        training += sum(hw.train_s(p.train_tokens) for p in plans)
-        last = max(hw.train_s(p.train_tokens) for p in plans)
+        pieces = [hw.train_s(b) for p in plans for b in batches_of(p.train_tokens, load.batch_tokens)]
+        training += sum(pieces)
+        last = max(pieces)
         per_group.append(max(latency_s(hw, p) for p in plans) + last)
     apply_s = steps * hw.apply_s
     work = (sampling + training) / hw.cells

@@ -23,7 +23,7 @@ from gyre_sched.policies import Policy
 
 from .engine import Engine, Job
 from .models import Hardware
-from .workload import ExecutionPlan, Workload
+from .workload import ExecutionPlan, Workload, batches_of
 
 __all__ = ["Lane", "SimResult", "Simulation", "simulate"]
 
@@ -358,9 +358,10 @@ class Simulation:
         self.staleness[min(cmd.step - self.admitted_at.pop(cmd.group), len(self.staleness) - 1)] += 1
         batches = []
         for run in self.members.pop(cmd.group):
-            tokens = run.plan.train_tokens
-            self.batch_s[run.name] = self.hw.train_s(tokens)
-            batches.append(e.Batch(run.name, tokens))
+            for i, tokens in enumerate(batches_of(run.plan.train_tokens, self.load.batch_tokens)):
+                name = f"{run.name}/{i}"
+                self.batch_s[name] = self.hw.train_s(tokens)
+                batches.append(e.Batch(name, tokens))
         self._post(e.GroupBatched(self.now, cmd.group, tuple(batches)))
 
     def _grant(self, cmd: c.GrantLease) -> None:

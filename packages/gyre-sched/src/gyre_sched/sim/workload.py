@@ -13,7 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["ExecutionPlan", "Shape", "TraceWorkload", "Turn", "Workload"]
+__all__ = ["ExecutionPlan", "Shape", "TraceWorkload", "Turn", "Workload", "batches_of"]
+
+
+def batches_of(tokens: int, limit: int) -> list[int]:
+    """Token counts of the micro-batches that a tree of ``tokens`` is cut into."""
+    count = max(1, -(-tokens // limit)) if limit else 1
+    return [tokens // count + (1 if i < tokens % count else 0) for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +45,15 @@ class ExecutionPlan:
 
 
 class Workload(Protocol):
-    """Steps of groups of executions."""
+    """Steps of groups of executions. ``batch_tokens``: a tree larger than this is trained as several micro-batches
+    (its branches are), 0 for one per execution.
+    """
 
     steps: int
     groups_per_step: int
     group_size: int
     max_staleness: int
+    batch_tokens: int
 
     def group(self, number: int) -> Sequence[ExecutionPlan]:
         """The executions of group ``number`` (counted from 0 over the whole run)."""
@@ -79,6 +88,7 @@ class Shape:
     train_share: float = 1.0
     burst: int = 0
     burst_factor: float = 3.0
+    batch_tokens: int = 0
     seed: int = 0
 
     def group(self, number: int) -> Sequence[ExecutionPlan]:
@@ -116,6 +126,7 @@ class TraceWorkload:
     groups_per_step: int = 8
     group_size: int = 8
     max_staleness: int = 1
+    batch_tokens: int = 0
 
     def group(self, number: int) -> Sequence[ExecutionPlan]:
         """The executions of group ``number``: ``group_size`` consecutive lines."""
