@@ -83,7 +83,8 @@ class KVHolder(Protocol):
         """Take the session back after a move that did not happen."""
 
     async def kv_release(self, session: str, generation: int, *, forget: bool) -> None:
-        """Drop a pin; with `forget` the session has left: its calls here are refused and its KV may go."""
+        """Drop a pin; with `forget` the session has left: its calls that were held fail (InfrastructureError) and
+        its KV may go. A call of it that comes later is the session coming back: it runs as any other."""
 
     async def kv_reserve(self, session: str, tokens: int, version: int) -> Array | None:
         """Blocks (int32 ids) for an incoming session; None when there is no room or the version differs."""

@@ -117,6 +117,10 @@ class BlockPool:
         for block in blocks:
             self.data[:, :, block * self.block_tokens : (block + 1) * self.block_tokens] = 0
 
+    def drop(self) -> None:
+        """Let the storage go."""
+        self.data = self.data.new_empty(0)
+
     def regions(self) -> list[MemoryRegion]:
         """All K regions, then all V regions; addresses hold until the engine sleeps or closes."""
         return [

@@ -74,6 +74,10 @@ class SlotCache:
         """Zero a slot whose call failed."""
         self.data[:, :, slot] = 0
 
+    def drop(self) -> None:
+        """Let the storage go."""
+        self.data = self.data.new_empty(0)
+
     def load(self, slot: int, pool: BlockPool, blocks: Sequence[int], tokens: Tokens) -> None:
         """Make the slot hold the KV of `tokens` that lie in `blocks`; reuses what the slot holds already."""
         self.reserve(slot, len(tokens) + 1)

@@ -49,9 +49,7 @@ class EngineCore:
         if any(call.id == other.id for other in self.calls()):
             self.outbox.append((call, ValueError(f"call {call.id!r}: a call with this request_id is running already")))
             return
-        if self.sessions.has_left(call.session):
-            self.outbox.append((call, self.sessions.moved_away(call)))
-        elif not self.sessions.hold_if_frozen(call):
+        if not self.sessions.hold_if_frozen(call):
             self.waiting.append(call)
 
     def calls(self) -> list[Call]:
@@ -173,6 +171,12 @@ class EngineCore:
         """Forget every cached prefix; what running calls use stays with them."""
         self.tree.forget_all(self.version)
         self.slots.forget_residents()
+
+    def drop(self) -> None:
+        """Let go of weights and KV storage; the core is of no use afterwards."""
+        del self.weights
+        self.pool.drop()
+        self.slots.drop()
 
     def load(self) -> EngineLoad:
         """Counts of now."""

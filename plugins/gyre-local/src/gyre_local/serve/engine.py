@@ -19,6 +19,7 @@ from gyre_core import (
     Array,
     CapabilityError,
     ComponentContext,
+    ConfigError,
     EngineCapability,
     EngineLoad,
     FinishReason,
@@ -110,7 +111,14 @@ class LocalEngine:
                 f"loading policy version {source.version}", got=f"a weight source of kind {source.kind!r}",
                 expected="kind 'disk'", fix="Publish the version to a folder.",
             )  # fmt: skip
-        arch = read_architecture(source.location)
+        try:
+            arch = read_architecture(source.location)
+        except ConfigError as error:
+            if self._arch is None:
+                raise  # the user named this model; later versions are ours
+            raise InfrastructureError(
+                f"loading policy version {source.version}", got=str(error), expected="a published version"
+            ) from error
         if self._arch is not None and arch != self._arch:
             raise InfrastructureError(
                 f"loading policy version {source.version} from {source.location}",
@@ -292,7 +300,7 @@ class LocalEngine:
         return await self._ready("freezing a session").do(freeze)
 
     async def kv_unfreeze(self, session: str) -> None:
-        """See `KVHolder`. Also takes a session back that had left."""
+        """See `KVHolder`. The calls that were held run."""
         await self._ready("unfreezing a session").do(lambda core: core.requeue(core.sessions.unfreeze(session)))
 
     async def kv_release(self, session: str, generation: int, *, forget: bool) -> None:

@@ -1,7 +1,8 @@
 """What the engine knows of sessions so that their KV can be moved: pins, freezes and reservations.
 
 Invariants: a pinned block keeps its content until `release`; reserved blocks belong to nobody else until committed
-or cancelled; a frozen session's new calls are held; a session that left is refused until it comes back.
+or cancelled; a frozen session's new calls are held until it is known where it goes on. Whether a later call of
+a session that left belongs here is the router's business: it would be computed afresh.
 Runs between two passes, as all of the core does.
 """
 
@@ -20,7 +21,7 @@ from gyre_local.kv.prefix import PrefixTree, Tokens
 from gyre_local.serve.calls import Call
 
 _REMEMBERED = 4096
-"""Sessions whose tokens or departure are remembered; the oldest are forgotten first."""
+"""Sessions whose tokens are remembered; the oldest are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,6 @@ class Sessions:
     def __init__(self, pool: BlockPool, tree: PrefixTree) -> None:
         self._pool, self._tree = pool, tree
         self._tokens: OrderedDict[str, Tokens] = OrderedDict()
-        self._gone: OrderedDict[str, None] = OrderedDict()
         self._pins: dict[int, _Pin] = {}
         self._frozen: dict[str, int] = {}
         """Session → generation of the pin that froze it (-1 when it had no KV)."""
@@ -45,13 +45,9 @@ class Sessions:
 
     # Calls of sessions that are not free to run
 
-    def has_left(self, session: str) -> bool:
-        """Whether the session's KV was released with `forget` and has not come back."""
-        return session in self._gone
-
     @staticmethod
     def moved_away(call: Call) -> InfrastructureError:
-        """The error of a call whose session has left."""
+        """The error of a call that was held when its session left."""
         return InfrastructureError(
             f"taking call {call.id!r}",
             got=f"session {call.session!r}, which has moved to another cell",
@@ -126,7 +122,6 @@ class Sessions:
     def unfreeze(self, session: str) -> list[Call]:
         """The session is ours: the calls that were held, to be queued."""
         self._frozen.pop(session, None)
-        self._gone.pop(session, None)
         return self._held.pop(session, [])
 
     def release(self, session: str, generation: int, *, forget: bool) -> tuple[list[Call], list[Call]]:
@@ -136,10 +131,6 @@ class Sessions:
             del self._pins[generation]
             self._pool.release(pin.blocks)
         if forget:
-            self._gone[session] = None
-            self._gone.move_to_end(session)
-            if len(self._gone) > _REMEMBERED:
-                self._gone.popitem(last=False)
             self._tokens.pop(session, None)
             self._frozen.pop(session, None)
             return [], self._held.pop(session, [])
@@ -172,7 +163,6 @@ class Sessions:
         self._tree.insert(tokens, mine, partial=True)
         self._pool.release(mine)
         self.remember(session, tokens)
-        self._gone.pop(session, None)
 
     def cancel(self, session: str) -> None:
         """Give the reservation back, if there is one."""

@@ -108,6 +108,7 @@ class Worker:
             with self._gate:
                 self._ended = True
             _post(core)
+            core.drop()
             self._core = None
             self._refuse_rest()
 
