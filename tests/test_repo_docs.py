@@ -39,6 +39,7 @@ def test_the_code_of_a_page_runs(page):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("page", [p for p in PAGES if any(b.slow for b in docs.blocks(p.read_text()))], ids=name_of)
 def test_the_slow_code_of_a_page_runs(page):
     assert docs.run_page(page, slow=True) == []

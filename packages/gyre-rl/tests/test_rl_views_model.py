@@ -185,3 +185,12 @@ def test_the_fold_is_total_and_may_be_cut_anywhere(events, cut):
     assert all(cell.batches_leased >= 0 for cell in whole.cells.values())
     assert all(n >= 0 for n in whole.running.values())
     assert fold(stamped, RunState()) == whole
+
+
+def test_the_reference_page_of_the_events_is_what_the_dataclasses_say():
+    from pathlib import Path
+
+    from gyre_rl.views.reference import page
+
+    file = Path(__file__).resolve().parents[3] / "docs" / "reference" / "events.md"
+    assert file.read_text() == page(), "python -m gyre_rl.views.reference > docs/reference/events.md"
