@@ -98,8 +98,10 @@ class PytestScorer:
 
     async def _put_suite(self, suite: Suite, workspace: Workspace, scratch: str) -> None:
         """Whatever the agent, or its set-up, left where the suite goes is replaced."""
-        gone = [f"{scratch}/repo/{path}" for path in dict.fromkeys((*suite.targets, *suite.files)) if path != "."]
-        await workspace.run(ExecRequest(["rm", "-rf", "--", *gone], 600.0, 1000))
+        await workspace.run(ExecRequest(["sh", "-c", _CLEAR, "sh", *suite.targets], 600.0, 1000, cwd=f"{scratch}/repo"))
+        gone = [f"{scratch}/repo/{path}" for path in suite.files]
+        for start in range(0, len(gone), 200):
+            await workspace.run(ExecRequest(["rm", "-rf", "--", *gone[start : start + 200]], 600.0, 1000))
         for path, data in suite.files.items():
             try:
                 await workspace.write(f"{scratch}/repo/{path}", data)
@@ -115,6 +117,7 @@ class PytestScorer:
             "seed": secrets.randbits(32),
             "skip": done,
             "targets": list(suite.targets),
+            "files": list(suite.files),
             "arguments": list(suite.arguments),
             "paths": list(suite.paths),
             "test_timeout_s": suite.test_timeout_s or self.options.test_timeout_s,
@@ -126,12 +129,18 @@ class PytestScorer:
     async def _python(
         self, suite: Suite, workspace: Workspace, scratch: str, program: bytes, timeout_s: float
     ) -> ExecResult:
-        argv = [suite.python or self.options.python, "-I", "-B", "-"]
+        argv = [suite.python or self.options.python, "-I", "-B", *([] if suite.site_packages else ["-S"]), "-"]
         return await workspace.run(
             ExecRequest(argv, timeout_s, self.options.output_bytes, _ENV, program, f"{scratch}/repo")
         )
 
 
+_CLEAR = """
+for target in "$@"; do
+    if [ -L "$target" ]; then rm -f -- "$target"; fi
+    if [ -d "$target" ]; then find "./$target" '(' -name 'test_*.py' -o -name '*_test.py' ')' -exec rm -rf {} +; fi
+done
+"""
 _START = """
 _c.update(root=os.getcwd(), tools=_s + "/tools.zip", ini=_s + "/suite.ini", temporary=_s + "/tmp", log=_s + "/log")
 _c["paths"] = [os.path.join(os.getcwd(), path) if path != "." else os.getcwd() for path in _c["paths"]]

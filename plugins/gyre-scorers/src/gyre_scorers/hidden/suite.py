@@ -30,6 +30,7 @@ _KEYS: dict[str, type | tuple[type, ...]] = {
     "test_timeout_s": (int, float),
     "weights": Mapping,
     "skipped": str,
+    "site_packages": bool,
 }
 
 
@@ -40,7 +41,7 @@ class Suite:
     files: Mapping[str, bytes]
     """Path in the copy of the workspace -> content; they replace what the agent left there."""
     targets: Sequence[str]
-    """What pytest is given: folders or files. All of the agent's own below them is removed first."""
+    """What pytest is given: folders or files. The agent's own test files below them are removed first."""
     count: int
     """How many tests there are when all can be collected: the denominator when fewer were."""
     paths: Sequence[str] = (".", "src")
@@ -54,8 +55,11 @@ class Suite:
     test_timeout_s: float | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
     """Pattern of test ids (as fnmatch has it) -> weight; the first that fits; otherwise 1."""
-    skipped: str = "failed"
-    """What a skipped test counts as: `failed`, `passed`, or `left out`."""
+    skipped: str = "left out"
+    """What a test counts as that the suite itself skips: `failed`, `passed`, or `left out`. One that the code under
+    test skips has failed."""
+    site_packages: bool = False
+    """Whether packages installed in the sandbox can be imported: one of them may be the very project to be written."""
 
 
 def read_suite(task: Task, base_dir: str) -> Suite:
