@@ -8,6 +8,7 @@ step. Nothing here divides by the number of tasks; the core does, once.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,7 +78,8 @@ def tree_loss(
     """
     adapter, method = _prepare(model, batch, method, options)
     if method == "dfs":
-        done = dfs.loss(adapter, batch, objective, temperature, options.chunk_tokens, options.entropy)
+        with adapter.session():
+            done = dfs.loss(adapter, batch, objective, temperature, options.chunk_tokens, options.entropy)
         return LossResult(done.loss, done.metrics, method)
     place = Layout.of(batch)
     targets = Targets.of(batch, place)
@@ -104,11 +106,13 @@ def accumulate(
     """``tree_loss`` and backward in one: adds the summed gradient to ``.grad``; the loss comes back detached."""
     adapter, method = _prepare(model, batch, method, options)
     if method == "dfs":
-        done = dfs.accumulate(adapter, batch, objective, temperature, options.chunk_tokens, options.entropy)
+        with adapter.session():
+            done = dfs.accumulate(adapter, batch, objective, temperature, options.chunk_tokens, options.entropy)
         return LossResult(done.loss, done.metrics, method)
-    result = tree_loss(adapter, batch, objective, method=method, temperature=temperature, options=options)
-    if result.loss.requires_grad:
-        result.loss.backward()  # type: ignore[no-untyped-call]
+    with adapter.session() if method == "packed" else nullcontext():
+        result = tree_loss(adapter, batch, objective, method=method, temperature=temperature, options=options)
+        if result.loss.requires_grad:
+            result.loss.backward()  # type: ignore[no-untyped-call]
     return LossResult(result.loss.detach(), result.metrics, method)
 
 

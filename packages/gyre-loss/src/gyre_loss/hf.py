@@ -107,7 +107,14 @@ class HFTreeModel:
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Final hidden states [n, h], each layer's attention computed by ``attention``."""
-        with self._switched():
+        if torch.is_grad_enabled() and self._config._attn_implementation != NAME and self._checkpoints():
+            fail(
+                _DOING,
+                "a model with gradient checkpointing, whose layers run again during backward",
+                "forward and backward inside one session",
+                "Use accumulate(), or put tree_loss and backward in `with HFTreeModel(model).session():`.",
+            )
+        with self.session():
             output = self._base(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, gyre_attention=attention
             )
@@ -125,8 +132,12 @@ class HFTreeModel:
         """Parameters that take gradients, each once."""
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
+    def _checkpoints(self) -> bool:
+        return any(getattr(m, "gradient_checkpointing", False) and m.training for m in self._base.modules())
+
     @contextmanager
-    def _switched(self) -> Iterator[None]:
+    def session(self) -> Iterator[None]:
+        """The time for which the model's attention is the tree's; may be nested."""
         register()
         before = self._config._attn_implementation
         self._config._attn_implementation = NAME

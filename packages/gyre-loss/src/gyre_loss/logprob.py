@@ -1,15 +1,16 @@
 """Log-probability and entropy of chosen tokens without the logits: chunked over rows and vocabulary.
 
 ``linear_logprob(hidden [R, h], weight [V, h], targets [R])`` gives log softmax(hidden @ weight.T)[target] and, if
-asked, the entropy of each row, with an online log-sum-exp over vocabulary chunks; backward computes the chunks again.
-The invariant: nothing larger than ``row_chunk x vocab_chunk`` exists, in either direction, and rows whose gradient is
-zero cost nothing backward. The caller passes only rows that train. With ``group`` the vocabulary is split over the
-ranks of a tensor-parallel process group; the result is the same on each.
+asked, the entropy of each row, with an online log-sum-exp over vocabulary chunks; backward computes the chunks again,
+but for a bounded amount that is kept. The invariant: nothing larger than ``row_chunk x vocab_chunk`` exists, in
+either direction, and rows whose gradient is zero cost nothing backward. The caller passes only rows that train. With
+``group`` the vocabulary is split over the ranks of a tensor-parallel process group; the result is the same on each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,19 +23,26 @@ _DOING = "computing log-probabilities"
 TILE_BYTES = 8 << 20
 """Target size of one tile of logits on CPU: small enough for the last-level cache."""
 GPU_TILE_BYTES = 256 << 20
+KEEP_BYTES = 256 << 20
+"""Logits kept from forward for backward, at most; what does not fit is computed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows and vocabulary entries per tile of logits."""
+    """Rows and vocabulary entries per tile of logits; ``keep_bytes`` of tiles are kept for backward."""
 
     row_chunk: int
     vocab_chunk: int
+    keep_bytes: int = KEEP_BYTES
 
     def __post_init__(self) -> None:
         """Check that both are positive; raises ValueError."""
-        if self.row_chunk < 1 or self.vocab_chunk < 1:
-            fail(_DOING, f"chunks of {self.row_chunk} rows x {self.vocab_chunk} entries", "positive chunk sizes")
+        if self.row_chunk < 1 or self.vocab_chunk < 1 or self.keep_bytes < 0:
+            fail(
+                _DOING,
+                f"chunks of {self.row_chunk} rows x {self.vocab_chunk} entries, {self.keep_bytes} bytes kept",
+                "positive chunk sizes and zero bytes or more",
+            )
 
     @classmethod
     def choose(cls, rows: int, vocab: int, hidden: Tensor) -> Tiling:
@@ -78,6 +86,8 @@ def linear_logprob(
     shards = 1 if group is None else dist.get_world_size(group)
     _check(hidden, weight, targets, bias, temperature, shards)
     chosen = tiling or Tiling.choose(hidden.shape[0], weight.shape[0], hidden)
+    if not torch.is_grad_enabled():
+        chosen = replace(chosen, keep_bytes=0)
     logp, ent = _LinearLogprob.apply(hidden, weight, bias, targets, float(temperature), entropy, chosen, group)
     return Logprobs(logp, ent if entropy else None)
 
@@ -126,24 +136,26 @@ class _LinearLogprob(torch.autograd.Function):
         local = targets if group is None else targets - dist.get_rank(group) * weight.shape[0]
         top = torch.full((rows,), -torch.inf, dtype=dtype, device=hidden.device)
         total, moment, chosen = (torch.zeros_like(top) for _ in range(3))
+        kept: dict[tuple[int, int], Tensor] = {}
+        keep_rows = tiling.keep_bytes // (weight.shape[0] * dtype.itemsize)
         for begin in range(0, rows, tiling.row_chunk):
             span = slice(begin, begin + tiling.row_chunk)
-            _scan_rows(
-                hidden[span],
-                weight,
-                bias,
-                local[span],
-                temperature,
-                tiling.vocab_chunk,
-                (top[span], total[span], moment[span], chosen[span]),
-                want_entropy,
-            )
+            state = (top[span], total[span], moment[span], chosen[span])
+            for first in range(0, weight.shape[0], tiling.vocab_chunk):
+                block = slice(first, first + tiling.vocab_chunk)
+                shift = None if bias is None else bias[block]
+                tile = _logits(hidden[span], weight[block], shift, temperature)
+                keep = begin + tile.shape[0] <= keep_rows
+                if keep:
+                    kept[begin, first] = tile
+                _fold(tile, local[span] - first, state, want_entropy, spare=keep)
         if group is not None:
             _combine(top, total, moment, chosen, group)
         lse = top + torch.log(total)
         entropy = lse - moment / total
         ctx.save_for_backward(hidden, weight, bias, local, lse, entropy)
         ctx.options = (temperature, want_entropy, tiling, group)
+        ctx.kept = kept
         return chosen - lse, entropy
 
     @staticmethod
@@ -160,16 +172,19 @@ class _LinearLogprob(torch.autograd.Function):
         d_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if need_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if need_weight else None
         d_bias = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device) if need_bias else None
-        for begin in range(0, rows.shape[0], tiling.row_chunk):
-            pick = rows[begin : begin + tiling.row_chunk]
+        for pick, begin in _row_chunks(rows, tiling.row_chunk, ctx.kept):
             part = hidden[pick]
             d_part = torch.zeros(part.shape, dtype=dtype, device=part.device)
             for first in range(0, weight.shape[0], tiling.vocab_chunk):
                 block = slice(first, first + tiling.vocab_chunk)
-                shift = None if bias is None else bias[block]
-                tile = _logits(part, weight[block], shift, temperature).sub_(lse[pick, None])
+                tile = ctx.kept.get((begin, first))
+                if tile is None:
+                    shift = None if bias is None else bias[block]
+                    tile = _logits(part, weight[block], shift, temperature)
+                elif pick.shape[0] < tile.shape[0]:
+                    tile = tile[pick - begin]
                 tile = _tile_gradient(
-                    tile,
+                    tile - lse[pick, None],
                     grad_logp[pick],
                     grad_entropy[pick] if want_entropy else None,
                     entropy[pick],
@@ -178,9 +193,9 @@ class _LinearLogprob(torch.autograd.Function):
                 if temperature != 1.0:
                     tile.div_(temperature)
                 narrow = tile.to(hidden.dtype)
-                d_part += narrow @ weight[block]
+                _add_product(d_part, narrow, weight[block])
                 if d_weight is not None:
-                    _add_product(d_weight[block], narrow, part)
+                    _add_product(d_weight[block], narrow.T, part)
                 if d_bias is not None:
                     d_bias[block] += tile.sum(0)
             if d_hidden is not None:
@@ -195,40 +210,50 @@ class _LinearLogprob(torch.autograd.Function):
         )
 
 
+def _row_chunks(rows: Tensor, row_chunk: int, kept: dict[tuple[int, int], Tensor]) -> Iterator[tuple[Tensor, int]]:
+    """Live rows (ascending) in chunks: with the forward's chunk they lie in where its tiles were kept, else -1."""
+    done = 0
+    for begin, first in kept:
+        if first == 0:
+            stop = begin + kept[begin, first].shape[0]
+            end = int(torch.searchsorted(rows, stop))
+            if end > done:
+                yield rows[done:end], begin
+            done = end
+    for begin in range(done, rows.shape[0], row_chunk):
+        yield rows[begin : begin + row_chunk], -1
+
+
 def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """into [v, h] += left.T [v, r] @ right [r, h]; in place where the dtypes allow."""
+    """into [a, c] += left [a, b] @ right [b, c]; in place where the dtypes allow."""
     if into.dtype == left.dtype:
-        into.addmm_(left.T, right)
+        into.addmm_(left, right)
     else:
-        into.add_(left.T @ right)
+        into.add_(left @ right)
 
 
-def _scan_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    vocab_chunk: int,
+def _fold(
+    tile: Tensor,
+    index: Tensor,
     state: tuple[Tensor, Tensor, Tensor, Tensor],
     want_entropy: bool,
+    spare: bool,
 ) -> None:
-    """Fold all vocabulary chunks into (max, sum of exp, sum of exp * logit, target's logit) of these rows."""
+    """Fold a tile of logits [r, v] into the rows' (max, sum of exp, sum of exp * logit, target's logit), in place.
+
+    ``index`` int64[r]: the target's column in this tile, if it lies there. ``spare``: leave the tile as it is.
+    """
     top, total, moment, chosen = state
-    for first in range(0, weight.shape[0], vocab_chunk):
-        block = slice(first, first + vocab_chunk)
-        tile = _logits(hidden, weight[block], None if bias is None else bias[block], temperature)
-        inside = (targets >= first) & (targets < first + tile.shape[1])
-        index = (targets - first).clamp(0, tile.shape[1] - 1)
-        chosen += torch.where(inside, tile.gather(1, index[:, None]).squeeze(1), 0.0)
-        higher = torch.maximum(top, tile.amax(1))
-        fade = torch.exp(top - higher)
-        top.copy_(higher)
-        if not want_entropy:
-            total.mul_(fade).add_(tile.sub_(higher[:, None]).exp_().sum(1))
-            continue
-        mass = torch.exp(tile - higher[:, None])
-        total.mul_(fade).add_(mass.sum(1))
+    inside = (index >= 0) & (index < tile.shape[1])
+    index = index.clamp(0, tile.shape[1] - 1)
+    chosen += torch.where(inside, tile.gather(1, index[:, None]).squeeze(1), 0.0)
+    higher = torch.maximum(top, tile.amax(1))
+    fade = torch.exp(top - higher)
+    top.copy_(higher)
+    mass = tile - higher[:, None] if spare or want_entropy else tile.sub_(higher[:, None])
+    mass.exp_()
+    total.mul_(fade).add_(mass.sum(1))
+    if want_entropy:
         moment.mul_(fade).add_(mass.mul_(tile).sum(1))
 
 

@@ -8,6 +8,7 @@ them. The invariant: a model sees no tree. All that it may know of one is in the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -58,6 +59,9 @@ class TreeModel(Protocol):
 
     def head(self) -> Head:
         """The output head."""
+
+    def session(self) -> AbstractContextManager[None]:
+        """Held over a forward and its backward; may be nested. Where nothing needs it, ``nullcontext()``."""
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """The parameters that take gradients."""

@@ -1,0 +1,166 @@
+"""Which models a tree loss takes, and how it says no."""
+
+from __future__ import annotations
+
+import gyre_loss as gl
+import numpy as np
+import pytest
+import torch
+from gyre_loss.compute import Options
+from gyre_loss.hf import HFTreeModel
+from gyre_loss.model import RecurrentLayersError, TreeModel
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+NAN = float("nan")
+SIZES = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def forked() -> gl.TreeBatch:
+    """A prompt and three branches."""
+    return gl.TreeBatch.from_arrays(
+        node_parent=[-1, 0, 0, 0],
+        node_start=[0, 3, 6, 9, 12],
+        token_ids=[1, 2, 3, 4, 5, 6, 4, 7, 8, 9, 9, 9],
+        sampled=[False] * 3 + [True] * 9,
+        logprobs=[NAN] * 3 + [-2.0] * 9,
+        versions=[-1] * 3 + [0] * 9,
+        advantage=1.0,
+    )
+
+
+def mamba() -> nn.Module:
+    torch.manual_seed(0)
+    return MambaForCausalLM(MambaConfig(vocab_size=11, hidden_size=16, num_hidden_layers=2, state_size=4))
+
+
+@pytest.mark.parametrize("method", ["packed", "dfs"])
+def test_recurrent_layers_are_refused_with_their_numbers(method):
+    with pytest.raises(RecurrentLayersError, match=r"layers \[0, 1\] are recurrent"):
+        gl.tree_loss(mamba(), forked(), gl.PolicyLoss(), method=method)
+
+
+def test_recurrent_layers_fall_back_to_branches_where_asked():
+    """The state is forked by computing each path by itself: each token's log-probability is that of its own path."""
+    model = mamba()
+    result = gl.tree_loss(model, forked(), gl.PolicyLoss(), options=Options(recurrent="branches"))
+    assert result.method == "branches"
+    result.loss.backward()
+    got = gl.token_logprobs(model, forked(), options=Options(recurrent="branches"))
+    for branch in range(3):
+        ids = torch.tensor([[1, 2, 3, *[[4, 5, 6], [4, 7, 8], [9, 9, 9]][branch]]])
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(input_ids=ids).logits[0].double(), -1)
+        want = log_p[torch.arange(2, 5), ids[0, 3:]].numpy()
+        assert np.abs(got[3 * branch : 3 * branch + 3] - want).max() < 1e-5
+
+
+def test_hybrid_layers_are_found_by_their_type():
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS, head_dim=8))
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    assert HFTreeModel(model).recurrent_layers == (1,)
+
+
+def test_sliding_windows_in_the_dense_mask_run_along_the_path():
+    torch.manual_seed(0)
+    config = Qwen3Config(**SIZES, **HEADS, head_dim=8, use_sliding_window=True, sliding_window=2, max_window_layers=0)
+    model = Qwen3ForCausalLM(config)
+    assert model.config.layer_types[1] == "sliding_attention"
+    want = gl.token_logprobs(model, forked(), method="branches")
+    assert np.abs(gl.token_logprobs(model, forked(), method="packed") - want).max() < 1e-5
+    with pytest.raises(ValueError, match="a sliding window of 2 tokens"):
+        gl.token_logprobs(model, forked(), method="dfs")
+    with pytest.raises(ValueError, match="a sliding window of 2 tokens"):
+        gl.token_logprobs(model, forked(), options=Options(attention="blocked"))
+
+
+def test_dropout_is_refused_while_training():
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, attention_dropout=0.1)).train()
+    with pytest.raises(ValueError, match=r"attention dropout 0.1"):
+        gl.tree_loss(model, forked(), gl.PolicyLoss())
+    gl.tree_loss(model.eval(), forked(), gl.PolicyLoss())
+
+
+def test_models_with_other_logits_are_refused():
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match=r"final_logit_softcapping = 30\.0"):
+        gl.tree_loss(model, forked(), gl.PolicyLoss())
+
+
+@pytest.mark.parametrize("thing", [nn.Linear(2, 2), "a model"])
+def test_what_is_no_causal_model_is_refused(thing):
+    with pytest.raises(ValueError, match=r"a transformers causal"):
+        gl.tree_loss(thing, forked(), gl.PolicyLoss())
+
+
+def test_a_switched_model_is_not_called_without_a_tree():
+    from gyre_loss import hf
+
+    hf.register()
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+    model.set_attn_implementation(hf.NAME)
+    with pytest.raises(ValueError, match="called without a tree"):
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize("method", ["packed", "dfs"])
+def test_gradient_checkpointing_changes_nothing(method):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)).train()
+    grads = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.zero_grad()
+        gl.accumulate(model, forked(), gl.PolicyLoss(), method=method, options=Options(chunk_tokens=2))
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*grads)
+    with pytest.raises(ValueError, match="forward and backward inside one session"):
+        gl.tree_loss(model, forked(), gl.PolicyLoss())
+    with HFTreeModel(model).session():
+        gl.tree_loss(model, forked(), gl.PolicyLoss()).loss.backward()
+
+
+def test_a_model_of_ones_own():
+    inner = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+    adapted = HFTreeModel(inner)
+
+    class Mine:
+        device = property(lambda self: adapted.device)
+        layers = property(lambda self: adapted.layers)
+        recurrent_layers = ()
+        hidden = staticmethod(adapted.hidden)
+        causal_hidden = staticmethod(adapted.causal_hidden)
+        head = staticmethod(adapted.head)
+        session = staticmethod(adapted.session)
+        parameters = staticmethod(adapted.parameters)
+
+    assert isinstance(Mine(), TreeModel)
+    want = gl.token_logprobs(inner, forked())
+    np.testing.assert_array_equal(gl.token_logprobs(Mine(), forked()), want)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "fast"}, "method 'fast'"),
+        ({"options": Options(attention="other")}, "kind 'other'"),
+        ({"options": Options(recurrent="guess")}, "recurrent = 'guess'"),
+        ({"method": "dfs", "options": Options(chunk_tokens=0)}, "chunk_tokens = 0"),
+        ({"temperature": -1.0}, "temperature = -1.0"),
+    ],
+)
+def test_bad_options_are_named(arguments, message):
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+    with pytest.raises(ValueError, match=message):
+        gl.tree_loss(model, forked(), gl.PolicyLoss(), **arguments)
+
+
+def test_a_batch_without_entries_is_refused():
+    context = gl.TreeBatch.from_arrays(
+        node_parent=[-1], node_start=[0, 1], token_ids=[1], sampled=[False], logprobs=[NAN], versions=[-1]
+    )
+    with pytest.raises(ValueError, match="without loss entries"):
+        gl.tree_loss(LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)), context, gl.PolicyLoss())
