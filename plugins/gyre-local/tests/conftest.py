@@ -31,6 +31,12 @@ def tiny() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def batches() -> Callable[..., Any]:
+    """`batches(seed, count)`: micro-batches of step 1."""
+    return _module("tree_batches").make_batches  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
 def folder_of(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folder of a tiny model by (kind, seed); made once."""
     root = tmp_path_factory.mktemp("models")

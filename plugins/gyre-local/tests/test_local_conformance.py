@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import gyre_loss as gl
 import pytest
-from gyre_core import ComponentContext, WeightSource
+from gyre_core import ComponentContext, MicroBatch, WeightSource
 from gyre_core.testing.engines import EngineConformance, EngineRig
-from gyre_local.options import LocalEngineOptions
+from gyre_core.testing.trainers import TrainerConformance, TrainerRig
+from gyre_local.options import LocalEngineOptions, LocalTrainerOptions
 from gyre_local.serve.engine import LocalEngine
+from gyre_local.train.exact import use_exact_norms
+from gyre_local.train.trainer import LocalTrainer
 
 
 class TestLocalEngine(EngineConformance):
@@ -20,3 +25,33 @@ class TestLocalEngine(EngineConformance):
         options = LocalEngineOptions(kv_tokens=4096, max_context=256, prefill_tokens=64, chunk_tokens=1)
         sources = [WeightSource(seed, str(folder_of(request.param, seed))) for seed in range(2)]
         return EngineRig(lambda: LocalEngine(options, context), sources, vocab=320, tolerance=1e-4)
+
+
+def oracle_gradient(model: Any, batches: Sequence[MicroBatch]) -> Mapping[str, Any]:
+    """Branch by branch through the model's own attention."""
+    if next(model.parameters()).dtype.itemsize == 8:
+        use_exact_norms(model)
+    model.zero_grad()
+    for batch in batches:
+        tree = gl.from_bytes(bytearray(batch.blob))
+        gl.tree_loss(model, tree, gl.PolicyLoss(), method="branches").loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+class TestLocalTrainer(TrainerConformance):
+    @pytest.fixture(params=["float64", pytest.param("float32", marks=pytest.mark.slow)])
+    def rig(
+        self, request: pytest.FixtureRequest, folder_of: Callable[..., Path], context: ComponentContext, batches: Any
+    ) -> TrainerRig:
+        options = LocalTrainerOptions(dtype=request.param, learning_rate=1e-2)
+        exact = request.param == "float64"
+        return TrainerRig(
+            lambda: LocalTrainer(options, context),
+            WeightSource(0, str(folder_of("qwen3"))),
+            batches(count=8),
+            oracle_gradient,
+            dtype=request.param,
+            sum_tolerance=1e-10 if exact else 1e-5,
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,30 +28,9 @@ from gyre_local.train.trainer import LocalTrainer
 from safetensors.torch import load_file, save_file
 
 
-def make_batches(seed: int = 0, count: int = 4) -> list[MicroBatch]:
-    """Micro-batches of two groups whose executions branch and share prefixes."""
-    rng = random.Random(seed)
-    found: list[MicroBatch] = []
-    for group in range(count // 2):
-        prompt = [rng.randrange(320) for _ in range(12)]
-        records = []
-        for k in range(3):
-            tail, branch = ([rng.randrange(320) for _ in range(5 + k)] for _ in range(2))
-            ids = [*prompt, *tail, *branch]
-            sampled = [False] * 12 + [True] * len(tail) + [False] + [True] * (len(branch) - 1)
-            arrays = {
-                "node_parent": [-1, 0, 0],
-                "node_start": [0, 12, 12 + len(tail), len(ids)],
-                "token_ids": ids,
-                "sampled": sampled,
-                "logprobs": [-3.0 if s else float("nan") for s in sampled],
-                "versions": [0 if s else -1 for s in sampled],
-            }
-            records.append(gl.ExecutionRecord(f"g{group}e{k}", "completed", float(k), arrays))
-        made = gl.assemble_group(records, trainer_version=0)
-        for part in gl.partition(made.batch, max_tokens=45).parts:
-            found.append(MicroBatch(f"b{len(found)}", 1, part.tokens, gl.to_bytes(part)))
-    return found
+@pytest.fixture
+def make_batches(batches: Any) -> Any:
+    return batches
 
 
 @pytest.fixture
@@ -86,7 +64,7 @@ def relative_gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> floa
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 async def test_core_and_satellites_give_the_gradient_of_the_core_alone(
-    kind: str, trainers: Any, tmp_path: Path
+    make_batches: Any, kind: str, trainers: Any, tmp_path: Path
 ) -> None:
     batches = make_batches(count=8)
     assert len(batches) > 4
@@ -114,7 +92,9 @@ async def test_core_and_satellites_give_the_gradient_of_the_core_alone(
     assert sum(p.stats.trained_tokens for p in parts) == whole.stats.trained_tokens
 
 
-async def test_the_result_does_not_depend_on_the_order_of_arrival(trainers: Any, tmp_path: Path) -> None:
+async def test_the_result_does_not_depend_on_the_order_of_arrival(
+    make_batches: Any, trainers: Any, tmp_path: Path
+) -> None:
     batches = make_batches()
     found = []
     for order in ([0, 1, 2], [2, 0, 1]):
@@ -127,7 +107,9 @@ async def test_the_result_does_not_depend_on_the_order_of_arrival(trainers: Any,
     assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
 
 
-async def test_a_step_is_adamw_on_the_oracles_gradient(trainers: Any, tiny: Any, tmp_path: Path) -> None:
+async def test_a_step_is_adamw_on_the_oracles_gradient(
+    make_batches: Any, trainers: Any, tiny: Any, tmp_path: Path
+) -> None:
     batches = make_batches()
     core = await trainers(dtype="float64", weight_decay=0.1, max_grad_norm=0.5, warmup_steps=2)
     model = tiny.build("qwen3").double()
@@ -157,7 +139,9 @@ async def test_a_step_is_adamw_on_the_oracles_gradient(trainers: Any, tiny: Any,
     assert relative_gap(weights_of(core), dict(model.named_parameters())) < 1e-4
 
 
-async def test_published_weights_are_the_weights(trainers: Any, tmp_path: Path, context: Any, folder_of: Any) -> None:
+async def test_published_weights_are_the_weights(
+    make_batches: Any, trainers: Any, tmp_path: Path, context: Any, folder_of: Any
+) -> None:
     from transformers import AutoModelForCausalLM
 
     folder_of("qwen3").joinpath("tokenizer_config.json").write_text("{}")
@@ -196,7 +180,7 @@ async def test_engine_and_trainer_agree_on_logprobs(trainers: Any, engines: Any,
     assert found == pytest.approx(result.logprobs, abs=1e-4)
 
 
-async def test_what_counts_once_counts_once(trainers: Any, tmp_path: Path) -> None:
+async def test_what_counts_once_counts_once(make_batches: Any, trainers: Any, tmp_path: Path) -> None:
     batches = make_batches()
     core = await trainers()
     first = await contribute(core, batches[:2], "first", tmp_path)
@@ -225,7 +209,7 @@ async def test_what_counts_once_counts_once(trainers: Any, tmp_path: Path) -> No
         await core.add_contribution(second)
 
 
-async def test_a_bad_micro_batch_leaves_no_trace(trainers: Any, tmp_path: Path) -> None:
+async def test_a_bad_micro_batch_leaves_no_trace(make_batches: Any, trainers: Any, tmp_path: Path) -> None:
     batches = make_batches()
     core = await trainers()
     clean = await contribute(core, batches[:2], "clean", tmp_path)
@@ -241,7 +225,7 @@ async def test_a_bad_micro_batch_leaves_no_trace(trainers: Any, tmp_path: Path) 
     assert relative_gap(load_file(again.location), load_file(clean.location)) == 0
 
 
-async def test_a_nan_gradient_steps_nothing_and_is_named(trainers: Any, tmp_path: Path) -> None:
+async def test_a_nan_gradient_steps_nothing_and_is_named(make_batches: Any, trainers: Any, tmp_path: Path) -> None:
     batches = make_batches()
     core, satellite = await trainers(), await trainers(core=False)
     with torch.no_grad():
@@ -273,7 +257,7 @@ async def test_a_step_without_a_gradient_is_skipped_and_counted(trainers: Any) -
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_restore_goes_on_exactly(dtype: str, trainers: Any, tmp_path: Path) -> None:
+async def test_restore_goes_on_exactly(make_batches: Any, dtype: str, trainers: Any, tmp_path: Path) -> None:
     core = await trainers(dtype=dtype)
     for step in range(2):
         await core.add_contribution(await contribute(core, make_batches(step), f"s{step}", tmp_path))
@@ -309,7 +293,9 @@ async def test_a_checkpoint_that_is_cut_short_is_refused(trainers: Any, tmp_path
     assert relative_gap(weights_of(core), before) == 0
 
 
-async def test_a_contribution_that_is_cut_or_foreign_is_refused(trainers: Any, tmp_path: Path) -> None:
+async def test_a_contribution_that_is_cut_or_foreign_is_refused(
+    make_batches: Any, trainers: Any, tmp_path: Path
+) -> None:
     core = await trainers()
     made = await contribute(core, make_batches()[:1], "c", tmp_path)
     whole = Path(made.location).read_bytes()
@@ -325,7 +311,7 @@ async def test_a_contribution_that_is_cut_or_foreign_is_refused(trainers: Any, t
         await core.add_contribution(made)
 
 
-async def test_a_satellite_never_steps(trainers: Any, tmp_path: Path) -> None:
+async def test_a_satellite_never_steps(make_batches: Any, trainers: Any, tmp_path: Path) -> None:
     satellite = await trainers(core=False)
     made = await contribute(satellite, make_batches()[:1], "c", tmp_path)
     for action in (
@@ -336,7 +322,7 @@ async def test_a_satellite_never_steps(trainers: Any, tmp_path: Path) -> None:
             await action
 
 
-async def test_the_event_loop_answers_while_it_computes(trainers: Any) -> None:
+async def test_the_event_loop_answers_while_it_computes(make_batches: Any, trainers: Any) -> None:
     trainer = await trainers(core=False)
     task = asyncio.create_task(trainer.accumulate(make_batches()[0]))
     turns = 0
@@ -347,7 +333,7 @@ async def test_the_event_loop_answers_while_it_computes(trainers: Any) -> None:
     assert (await task).seconds > 0
 
 
-async def test_offload_and_back_changes_nothing(trainers: Any, tmp_path: Path) -> None:
+async def test_offload_and_back_changes_nothing(make_batches: Any, trainers: Any, tmp_path: Path) -> None:
     core = await trainers()
     await core.add_contribution(await contribute(core, make_batches(), "a", tmp_path))
     await core.step(1.0)
@@ -359,7 +345,7 @@ async def test_offload_and_back_changes_nothing(trainers: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("method", ["packed", "dfs", "branches"])
-async def test_methods_agree(method: str, trainers: Any, tmp_path: Path) -> None:
+async def test_methods_agree(make_batches: Any, method: str, trainers: Any, tmp_path: Path) -> None:
     trainer, oracle = await trainers(core=False, method=method), await trainers(core=False, method="branches")
     found = await contribute(trainer, make_batches(), "c", tmp_path / "a")
     expected = await contribute(oracle, make_batches(), "c", tmp_path / "b")

@@ -43,6 +43,12 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> nn.Modu
     return cast(nn.Module, model.eval().to(device))
 
 
+def import_model(folder: str) -> None:
+    """Import the code of the model under `folder`, without weights: what `load_model` spends most of its time on."""
+    with torch.device("meta"):
+        load_model(folder, torch.float32, torch.device("meta"))
+
+
 class Replica:
     """Model, its version, and the open contribution."""
 

@@ -33,7 +33,7 @@ from gyre_local.options import LocalTrainerOptions
 from gyre_local.train.checkpoint import OPTIMIZER, drop_old_versions, read_state, write_checkpoint, write_model
 from gyre_local.train.contributions import read_contribution
 from gyre_local.train.optimizer import Optimizer
-from gyre_local.train.replica import Replica
+from gyre_local.train.replica import Replica, import_model
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -82,6 +82,10 @@ class LocalTrainer:
         if self._optimizer is None:
             raise CapabilityError(doing, got="a satellite (or a trainer not started)", expected="the core")
         return self._optimizer
+
+    async def prepare(self, source: WeightSource) -> None:
+        """Import the model's code (seconds) ahead of `start`; no weights are read."""
+        await self._run("prepare", lambda: import_model(source.location))
 
     async def start(self, source: WeightSource, *, core: bool) -> None:
         """Load model and weights; with `core` also make the optimizer."""

@@ -1,0 +1,34 @@
+"""Micro-batches of small groups whose executions branch and share prefixes."""
+
+from __future__ import annotations
+
+import random
+
+import gyre_loss as gl
+from gyre_core import MicroBatch
+
+
+def make_batches(seed: int = 0, count: int = 4) -> list[MicroBatch]:
+    """Micro-batches of two groups whose executions branch and share prefixes."""
+    rng = random.Random(seed)
+    found: list[MicroBatch] = []
+    for group in range(count // 2):
+        prompt = [rng.randrange(320) for _ in range(12)]
+        records = []
+        for k in range(3):
+            tail, branch = ([rng.randrange(320) for _ in range(5 + k)] for _ in range(2))
+            ids = [*prompt, *tail, *branch]
+            sampled = [False] * 12 + [True] * len(tail) + [False] + [True] * (len(branch) - 1)
+            arrays = {
+                "node_parent": [-1, 0, 0],
+                "node_start": [0, 12, 12 + len(tail), len(ids)],
+                "token_ids": ids,
+                "sampled": sampled,
+                "logprobs": [-3.0 if s else float("nan") for s in sampled],
+                "versions": [0 if s else -1 for s in sampled],
+            }
+            records.append(gl.ExecutionRecord(f"g{group}e{k}", "completed", float(k), arrays))
+        made = gl.assemble_group(records, trainer_version=0)
+        for part in gl.partition(made.batch, max_tokens=45).parts:
+            found.append(MicroBatch(f"b{len(found)}", 1, part.tokens, gl.to_bytes(part)))
+    return found
