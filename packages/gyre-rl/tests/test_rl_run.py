@@ -16,6 +16,7 @@ from gyre_rl.run.bus import EventBus
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.run.feed import Feed
 from gyre_rl.run.resume import read_past
+from gyre_rl.run.rollout import seed_of
 from gyre_rl.run.stream import TaskStream, group_index, group_name
 from gyre_rl.views import events as ev
 from gyre_tito import CallRecord, ExecutionSpec, Score, Status, Store
@@ -102,6 +103,14 @@ def test_equal_scores_make_no_batches_but_a_seat():
     assert built.batches == ()
     assert built.group.divisor == 1.0
     assert built.group.advantages.note.value == "equal"
+
+
+def test_every_attempt_has_a_seed_of_its_own():
+    names = [f"g{i:06d}.{j}{r}" for i in range(20) for j in range(8) for r in ("", ".r1")]
+    seeds = {seed_of(run, name) for name in names for run in (1, 2)}
+    assert len(seeds) == 2 * len(names)
+    assert max(seeds) < 2**31
+    assert seed_of(1, names[0]) == seed_of(1, names[0])
 
 
 def test_branches_are_leaves_less_one():

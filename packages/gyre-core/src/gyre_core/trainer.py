@@ -82,6 +82,10 @@ class Trainer(Protocol):
     def version(self) -> int:
         """Policy version of its weights; -1 before the first load."""
 
+    async def prepare(self, source: WeightSource) -> None:
+        """Do what `start` can have done beforehand without accelerator memory (imports, compiling), so that the first
+        switch to TRAIN is as short as the others. May be left out; called at most once, while the engine may run."""
+
     async def start(self, source: WeightSource, *, core: bool) -> None:
         """Load model and weights; with `core` also make the optimizer."""
 

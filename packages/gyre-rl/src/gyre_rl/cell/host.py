@@ -90,7 +90,10 @@ class CellHost:
         began = time.perf_counter()
         self._link = link
         self._leases.open(link)
-        await self._enter(self.body.role, self.body.source)
+        if self.body.role is Role.ROLLOUT:
+            await asyncio.gather(self._enter(Role.ROLLOUT, self.body.source), self.trainer.prepare(self.body.source))
+        else:
+            await self._enter(self.body.role, self.body.source)
         if self.body.core and self.body.restore:
             await self.trainer.restore(self.body.restore)
         slots, kv_tokens = 0, 0

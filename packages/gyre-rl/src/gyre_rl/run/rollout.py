@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from gyre_core import ExecutionEnd, ExecutionJob, ExecutionStatus, GyreError, ModelEndpoint, Purpose, Task
 from gyre_sched import EndStatus
@@ -47,6 +48,11 @@ class Finished:
     end: ExecutionEnd
     score: float | None
     partial: bool
+
+
+def seed_of(run_seed: int, recorded: str) -> int:
+    """A seed of its own for every attempt, the same in every life of the run; below 2**31."""
+    return int.from_bytes(blake2b(f"{run_seed}/{recorded}".encode(), digest_size=4).digest()) >> 1
 
 
 @dataclass(slots=True)
@@ -162,7 +168,7 @@ class Rollout:
             ModelEndpoint(opened.base_url, opened.api_key, self.config.name),
             self.config.limits,
             plan.purpose,
-            self.config.seed,
+            seed_of(self.config.seed, recorded),
             plan.temperature,
             self.config.rollout.top_p if plan.purpose is Purpose.TRAIN else 1.0,
         )
