@@ -131,3 +131,44 @@ class ShellOptions:
                 got=f"{self.compact!r} without a trigger",
                 expected="compact_after_turns or compact_tokens to be set",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class CommandOptions:
+    """Harness `command`: which program, and how it is told of its task and its model.
+
+    In `argv` and the values of `env` these are replaced: `{prompt}`, `{system}`, `{base_url}` (ends in /v1),
+    `{host_url}` (the same without it), `{api_key}`, `{model}`, `{temperature}`, `{max_tokens}`. OPENAI_BASE_URL,
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and GYRE_MODEL are set in any case, and GYRE_PROMPT unless the
+    prompt is too long for the environment.
+    """
+
+    argv: tuple[str, ...] = ("false",)
+    """The program and its arguments, as the sandbox sees them. The default fails: there is no agent that is everybody's."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    prompt_on_stdin: bool = False
+    output_bytes: int = 1 << 16
+    """Of what it prints that are kept."""
+    longest_s: float = 86_400.0
+    """Seconds it may run when the execution has no limit of time."""
+
+    def __post_init__(self) -> None:
+        owner = "the harness 'command'"
+        _positive(owner, output_bytes=self.output_bytes, longest_s=self.longest_s)
+        if not self.argv:
+            raise ConfigError(f"reading {owner} option 'argv'", got="nothing", expected="a program and its arguments")
+
+
+@dataclass(frozen=True, slots=True)
+class MiniSweOptions:
+    """Harness `mini-swe`: the agent of the package mini-swe-agent, unchanged."""
+
+    python: str | None = None
+    """Interpreter of an environment that has mini-swe-agent; None: this one."""
+    config: str = "mini"
+    """Its configuration: a name it knows, or a file."""
+    model_prefix: str = "openai/"
+    """Put before the model's name, to say which dialect is spoken."""
+    step_limit_is_turns: bool = True
+    model_kwargs: Mapping[str, object] = field(default_factory=dict)
+    """Added to the arguments of every model call."""

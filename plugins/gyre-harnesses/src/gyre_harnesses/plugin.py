@@ -12,7 +12,7 @@ _OPTIONS = "gyre_harnesses.options"
 
 @hookimpl
 def gyre_register() -> Iterable[Registration]:
-    """The harness `shell` and the sandbox `local`."""
+    """Harnesses and sandboxes."""
     return [
         Registration(
             Kind.HARNESS,
@@ -20,6 +20,14 @@ def gyre_register() -> Iterable[Registration]:
             "gyre_harnesses.shell.harness:ShellHarness",
             f"{_OPTIONS}:ShellOptions",
             "small multi-turn agent with bash, read, write, edit and task tools, sub-agents and compaction",
+            requires=("aiohttp",),
+        ),
+        Registration(
+            Kind.HARNESS,
+            "command",
+            "gyre_harnesses.command.harness:CommandHarness",
+            f"{_OPTIONS}:CommandOptions",
+            "any agent program, started in the sandbox, that speaks to its model through a counted gate",
             requires=("aiohttp",),
         ),
         Registration(

@@ -12,12 +12,13 @@ import contextlib
 import errno
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gyre_core import ComponentContext, ConfigError, ExecRequest, ExecResult, InfrastructureError
+from gyre_core import CapabilityError, ComponentContext, ConfigError, ExecRequest, ExecResult, InfrastructureError
 
 from gyre_harnesses.options import LocalOptions
 from gyre_harnesses.sandbox import paths, snapshots
@@ -42,10 +43,18 @@ class LocalWorkspace:
     """One execution's folder and keeper. Commands run one at a time."""
 
     def __init__(
-        self, folder: str, channel: Channel, seen_at: Mapping[str, str], env: Mapping[str, str], *, keep: bool
+        self,
+        folder: str,
+        channel: Channel,
+        level: str,
+        seen_at: Mapping[str, str],
+        env: Mapping[str, str],
+        *,
+        keep: bool,
     ) -> None:
         self._folder, self._channel, self._keep = folder, channel, keep
         self._closed = False
+        self._level = level
         self.inner_path = seen_at["work"]
         """The workspace as its commands see it."""
         self._env = {
@@ -75,6 +84,17 @@ class LocalWorkspace:
         reply, output = await self._channel.request(header, request.stdin, request.timeout_s)
         out = reply["out"]
         return ExecResult(reply["exit"], output[:out], output[out:], reply["seconds"], reply["limit"], reply["dropped"])
+
+    async def listen(self) -> socket.socket:
+        """A listening socket on the loopback that commands see: the one way out that a caller may open for them."""
+        if self._level == "landlock":
+            raise CapabilityError(
+                "opening a way from a workspace to this process",
+                got="isolation 'landlock', which refuses TCP",
+                expected="isolation 'namespaces' or 'none'",
+                fix="Set the sandbox's option isolation.",
+            )
+        return await self._channel.listener()
 
     def _inside(self, cwd: str) -> str:
         """`cwd` is ours to check for where it leads; the rest is the isolation's."""
@@ -206,7 +226,7 @@ class LocalSandbox:
         channel, hello = await self._spawner.keeper(name, self._setup(folder, level))
         if "error" in hello:
             raise InfrastructureError(f"making workspace {name!r}", got=hello["error"], expected=f"isolation {level!r}")
-        workspace = LocalWorkspace(folder, channel, hello["seen"], self.options.env, keep=self.options.keep)
+        workspace = LocalWorkspace(folder, channel, level, hello["seen"], self.options.env, keep=self.options.keep)
         self._workspaces.add(workspace)
         return workspace
 

@@ -82,6 +82,23 @@ class Channel:
                     await reply
                 raise
 
+    async def listener(self) -> socket.socket:
+        """A socket that listens on the loopback that the workspace's commands see."""
+        async with self._lock:
+            await self._send({"op": "listen"}, b"")
+            loop, ready = asyncio.get_running_loop(), asyncio.Event()
+            loop.add_reader(self._sock.fileno(), ready.set)
+            try:
+                await asyncio.wait_for(ready.wait(), _GRACE_S)
+                _, fds, _, _ = socket.recv_fds(self._sock, 1, 1)
+            except TimeoutError:
+                fds = []
+            finally:
+                loop.remove_reader(self._sock.fileno())
+        if not fds:
+            raise InfrastructureError(f"asking the keeper of workspace {self._name!r} for a socket", got="no answer")
+        return socket.socket(fileno=fds[0])
+
     def close(self) -> None:
         """The keeper ends what it runs, and itself, when its socket closes."""
         self._sock.close()

@@ -42,6 +42,8 @@ def serve(channel: socket.socket, kept: Kept) -> None:
             if header["op"] == "run":
                 reply, output = _Command(kept, channel, header).run(stdin)
                 _send(channel, reply, output)
+            elif header["op"] == "listen":
+                _listen(channel)
     finally:
         end_all(kept)
 
@@ -49,6 +51,12 @@ def serve(channel: socket.socket, kept: Kept) -> None:
 def _send(channel: socket.socket, header: dict[str, Any], data: bytes) -> None:
     text = json.dumps(header).encode()
     channel.sendall(struct.pack("!II", len(text), len(data)) + text + data)
+
+
+def _listen(channel: socket.socket) -> None:
+    """Hand over a socket that listens on the loopback that commands see; they reach us through it."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
+        socket.send_fds(channel, [b"!"], [server.fileno()])
 
 
 def _receive(channel: socket.socket) -> tuple[dict[str, Any], bytes] | None:

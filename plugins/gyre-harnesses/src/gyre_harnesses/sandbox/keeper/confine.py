@@ -121,8 +121,10 @@ def _confine_child(setup: Setup) -> None:
 def _enter_namespaces(setup: Setup) -> Kept:
     os.chdir(setup.folder)
     outer = os.geteuid()
+    copies: dict[str, int] = {}
     if outer == 0:
         outer = setup.uid
+        copies = _copies(setup.visible)
         _become(outer)
     group = os.getegid()
     linux.prctl(linux.PR_SET_DUMPABLE, 1)
@@ -141,7 +143,7 @@ def _enter_namespaces(setup: Setup) -> Kept:
         os._exit(0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
-    problems = _build_root(setup)
+    problems = _build_root(setup, copies)
     if setup.network == "none":
         linux.loopback_up()
     linux.drop_capability_bounds()
@@ -159,25 +161,28 @@ def _enter_namespaces(setup: Setup) -> Kept:
     )
 
 
-def _build_root(setup: Setup) -> list[str]:
+def _copies(paths: list[str]) -> dict[str, int]:
+    """What root can reach and the user commands run as cannot, such as a folder below another user's home."""
+    copies = {}
+    for path in paths:
+        if os.path.isdir(path) and not os.path.islink(path):
+            try:
+                copies[path] = linux.detached_copy(path)
+            except OSError:
+                continue  # an old kernel: mounted by path later on, if that can be reached
+    return copies
+
+
+def _build_root(setup: Setup, copies: dict[str, int]) -> list[str]:
     """A new root of read-only system folders, the workspace, and private /tmp, /home, /dev and /proc."""
     problems: list[str] = []
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("tmpfs", "root", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=755")
-    bind = linux.MS_BIND | linux.MS_REC
-    for path in setup.visible:
-        inside = "root" + path
-        if os.path.islink(path):
-            os.makedirs(os.path.dirname(inside), exist_ok=True)
-            os.symlink(os.readlink(path), inside)
-        elif os.path.isdir(path):
-            os.makedirs(inside, exist_ok=True)
-            linux.mount(path, inside, None, bind)
-            linux.mount_read_only(inside)
     for source, inside in (("work", "workspace"), ("home", "home/agent"), ("tmp", "tmp")):
         os.makedirs(f"root/{inside}", exist_ok=True)
         linux.mount(source, f"root/{inside}", None, linux.MS_BIND)
         linux.mount("none", f"root/{inside}", None, linux.MS_BIND | linux.MS_REMOUNT | linux.MS_NOSUID | linux.MS_NODEV)
+    _mount_visible(setup, copies)
     _build_devices()
     os.mkdir("root/proc")
     try:
@@ -192,6 +197,22 @@ def _build_root(setup: Setup) -> list[str]:
     )
     os.chdir("/workspace")
     return problems
+
+
+def _mount_visible(setup: Setup, copies: dict[str, int]) -> None:
+    bind = linux.MS_BIND | linux.MS_REC
+    for path in setup.visible:
+        inside = "root" + path
+        if os.path.islink(path):
+            os.makedirs(os.path.dirname(inside), exist_ok=True)
+            os.symlink(os.readlink(path), inside)
+        elif path in copies or os.path.isdir(path):
+            os.makedirs(inside, exist_ok=True)
+            if path in copies:
+                linux.attach(copies[path], inside)
+            else:
+                linux.mount(path, inside, None, bind)
+            linux.mount_read_only(inside)
 
 
 def _build_devices() -> None:

@@ -34,6 +34,8 @@ PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 
+_SYS_OPEN_TREE = 428
+_SYS_MOVE_MOUNT = 429
 _SYS_MOUNT_SETATTR = 442
 _SYS_LANDLOCK_CREATE_RULESET = 444
 _SYS_LANDLOCK_ADD_RULE = 445
@@ -78,6 +80,20 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
 def unmount(target: str) -> None:
     """Detach a mount and what is below it."""
     _checked(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+
+
+def detached_copy(path: str) -> int:
+    """Descriptor of a copy of the mounts at and below `path`, not mounted anywhere yet. Needs the right to mount."""
+    flags = 1 | os.O_CLOEXEC | _AT_RECURSIVE
+    return _checked(_libc.syscall(_SYS_OPEN_TREE, _AT_FDCWD, path.encode(), flags), f"open_tree {path}")
+
+
+def attach(copy: int, target: str) -> None:
+    """Mount what `detached_copy` gave, and close the descriptor."""
+    try:
+        _checked(_libc.syscall(_SYS_MOVE_MOUNT, copy, b"", _AT_FDCWD, target.encode(), 4), f"move_mount {target}")
+    finally:
+        os.close(copy)
 
 
 def mount_read_only(target: str) -> None:

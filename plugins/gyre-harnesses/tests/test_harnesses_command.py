@@ -1,0 +1,113 @@
+# ruff: noqa: E501 - lines of embedded programs
+"""The harness `command`: a program in the sandbox, seen and limited at the gate."""
+
+from __future__ import annotations
+
+import pytest
+from gyre_core import ComponentContext, ExecutionJob, ExecutionStatus, InfrastructureError, Limits, ScorerSpec, Task
+from gyre_core.testing.endpoint import Refuse, Say, ScriptedEndpoint, in_order
+from gyre_core.testing.harnesses import HarnessConformance, HarnessRig, RecordedEvents
+from gyre_harnesses.command.harness import CommandHarness, fill
+from gyre_harnesses.options import CommandOptions, LocalOptions
+from gyre_harnesses.sandbox.local import LocalSandbox
+
+AGENT = r"""
+import json, os, sys, urllib.error, urllib.request
+messages = [{"role": "user", "content": os.environ["GYRE_PROMPT"]}]
+while True:
+    body = json.dumps({"model": os.environ["GYRE_MODEL"], "messages": messages}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
+        {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+    try:
+        answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        sys.exit(f"refused: {error.read().decode()}")
+    messages.append({"role": "assistant", "content": answer})
+    if answer == "done":
+        break
+    os.system(answer)
+    messages.append({"role": "user", "content": "ok"})
+print("bye")
+"""
+PROGRAM = CommandOptions(argv=("/usr/bin/python3", "-c", AGENT))
+
+
+def make_rig(tmp_path, options=PROGRAM):
+    context = ComponentContext(str(tmp_path), "test")
+    return HarnessRig(
+        lambda: CommandHarness(options, context),
+        lambda: LocalSandbox(LocalOptions(), context),
+        works=[Say("cat in.txt > out"), Say("true"), Say("done")],
+    )
+
+
+class TestCommand(HarnessConformance):
+    @pytest.fixture
+    def rig(self, tmp_path):
+        return make_rig(tmp_path)
+
+
+async def run(tmp_path, script, options=PROGRAM, limits=None, workspace_options=None):
+    context = ComponentContext(str(tmp_path), "test")
+    sandbox = LocalSandbox(workspace_options or LocalOptions(), context)
+    events = RecordedEvents()
+    try:
+        workspace = await sandbox.create("w", {})
+        async with ScriptedEndpoint(in_order({"main": script})) as endpoint:
+            job = ExecutionJob("e", Task("t", "the prompt", ScorerSpec("files")), endpoint.address, limits or Limits())
+            end = await CommandHarness(options, context).run(job, workspace, events)
+            return end, endpoint.requests, events.seen
+    finally:
+        await sandbox.close()
+
+
+async def test_the_program_speaks_with_the_executions_key_and_nobody_else(tmp_path):
+    end, requests, seen = await run(tmp_path, [Say("echo hi"), Say("done")])
+    assert (end.status, end.turns, end.reason) == (ExecutionStatus.COMPLETED, 2, "the agent program ended")
+    assert end.evidence["final"] == "hi\nbye\n"
+    assert {r.headers["authorization"] for r in requests} == {"Bearer key-of-the-execution"}
+    assert seen == [
+        ("turn", "main"),
+        ("tool_started", "main"),
+        ("tool_ended", "main"),
+        ("turn", "main"),
+        ("tool_started", "main"),
+    ]
+
+
+async def test_tokens_are_counted_at_the_gate(tmp_path):
+    answers = [Say("true", prompt_tokens=50, sampled_tokens=10)] * 9
+    end, requests, _ = await run(tmp_path, answers, limits=Limits(max_sampled_tokens=25))
+    assert (end.status, end.evidence["limit"], len(requests)) == (ExecutionStatus.TRUNCATED, "sampled_tokens", 3)
+    end, requests, _ = await run(tmp_path, answers, limits=Limits(max_context_tokens=60))
+    assert (end.status, end.evidence["limit"], len(requests)) == (ExecutionStatus.TRUNCATED, "context", 1)
+
+
+async def test_a_program_that_goes_on_after_a_refusal_is_ended(tmp_path):
+    stubborn = CommandOptions(
+        argv=("/usr/bin/python3", "-c", AGENT.replace("sys.exit(", "__import__('time').sleep(600) or print("))
+    )
+    end, _, _ = await run(tmp_path, [Say("true")] * 3, stubborn, Limits(max_turns=1))
+    assert (end.status, end.evidence["exit_code"]) == (ExecutionStatus.TIMEOUT, None)
+
+
+async def test_whose_fault_it_is(tmp_path):
+    with pytest.raises(InfrastructureError, match="before any model call"):
+        await run(tmp_path, [], CommandOptions(argv=("no-such-agent",)))
+    with pytest.raises(InfrastructureError, match="HTTP 500"):
+        await run(tmp_path, [Say("true"), Refuse(500)])
+    crash = CommandOptions(argv=("/usr/bin/python3", "-c", AGENT.replace('print("bye")', "sys.exit(3)")))
+    end, _, _ = await run(tmp_path, [Say("done")], crash)
+    assert (end.status, end.reason) == (ExecutionStatus.COMPLETED, "the agent program ended with 3")
+
+
+async def test_only_the_model_is_behind_the_gate(tmp_path):
+    look = "import urllib.request as u, os\ntry:\n    u.urlopen(os.environ['ANTHROPIC_BASE_URL'] + '/admin')\nexcept Exception as e:\n    print(e)"
+    end, requests, _ = await run(tmp_path, [], CommandOptions(argv=("/usr/bin/python3", "-c", look)))
+    assert end.evidence["final"] == "HTTP Error 404: Not Found\n"
+    assert requests == []
+
+
+def test_words_are_filled_in_once():
+    words = {"prompt": "say {model} {x}", "model": "m"}
+    assert fill("{prompt}|{model}|{y}", words) == "say {model} {x}|m|{y}"
