@@ -66,7 +66,9 @@ class SchedConfig:
     computed only once it is sealed, as most trainers do.
     """
     overload: float = 1.0
-    """Calls per slot up to which a cell is given calls; the others wait here, oldest groups first."""
+    """Calls per slot up to which a cell is given calls; the others wait here, see ``oldest_first``."""
+    oldest_first: bool = True
+    """Whether calls of groups that were admitted earlier go before others; otherwise first come, first served."""
     spread: float = 0.25
     """A prefix match may be this much fuller than the mean before load wins."""
     prefix_entries: int = 65_536

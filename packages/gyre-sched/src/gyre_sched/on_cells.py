@@ -137,6 +137,7 @@ def reported(w: World, ev: LoadReported) -> None:
 
 def begin_turn(w: World, cell: Cell, role: Role, why: str) -> None:
     """Start turning a cell that is in the other role."""
+    cell.turn_why = why
     if role is Role.TRAIN:
         w.set_state(cell, S.DRAINING, why)
         cell.target = role
@@ -175,7 +176,7 @@ def progress(w: World, cell: Cell) -> None:
 
 def _switch(w: World, cell: Cell, role: Role) -> None:
     what = "drained" if role is Role.TRAIN else "flushed"
-    why = f"{what} in {w.now - cell.since:.3f} s"
+    why = f"{cell.turn_why}; {what} in {w.now - cell.since:.3f} s"
     w.set_state(cell, S.SWITCHING, why)
     cell.target = role
     w.out.append(SwitchCell(cell.id, role, why))

@@ -48,6 +48,7 @@ class Cell:
         "state",
         "syncing",
         "target",
+        "turn_why",
         "version",
     )
 
@@ -59,6 +60,8 @@ class Cell:
         self.role: Role | None = None
         self.target: Role | None = None
         """Role it is on its way to, from DRAINING or FLUSHING on."""
+        self.turn_why = ""
+        """Why it is being turned."""
         self.slots = 0
         self.kv_tokens = 0
         self.version = -1

@@ -218,7 +218,8 @@ class World:
         elif phase is SessionPhase.WAITING:
             self.waiting[session.id] = session
             self.arrivals += 1
-            heapq.heappush(self.line, (session.execution.group.order, self.arrivals, session.id))
+            first = session.execution.group.order if self.config.oldest_first else 0
+            heapq.heappush(self.line, (first, self.arrivals, session.id))
         session.phase = phase
         session.since = self.now
 
