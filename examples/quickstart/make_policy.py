@@ -44,6 +44,8 @@ MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response
 CALL_HEADS = ('\n{"name": "bash", "arguments": {"command": "', '\n{"name": "task", "arguments": {"prompt": "')
 CALL_TAIL = '"}}\n'
 CONTEXT = 2048
+LOOKING = 4
+"""Messages of a session until the brief is opened: the task, `ls`, its result, `cat`."""
 PIECES = Regex(r" ?[A-Za-z0-9_./\-]+| ?[^\sA-Za-z0-9_./\-]+|\n|\s+")
 """Where the tokenizer may not merge across: words (names and paths are words), punctuation, line ends."""
 
@@ -58,16 +60,17 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 32
     mlp: int = 256
-    vocabulary: int = 768
+    vocabulary: int = 800
+    """At most; the tokenizer has what the family's texts need."""
 
 
 @dataclass(frozen=True, slots=True)
 class Imitation:
-    """How the warm start is trained: first helpers' short sessions, which teach copying, then whole executions."""
+    """How the warm start is trained: first short sessions, which teach copying, then whole ones."""
 
     seed: int = 7
-    short_steps: int = 100
-    steps: int = 700
+    short_steps: int = 150
+    steps: int = 800
     tokens: int = 1500
     """Of a batch, padding included."""
     matrix_rate: float = 0.04
@@ -196,7 +199,7 @@ def make_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Q
     """An untrained Qwen3 of this shape."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=shape.vocabulary,
+        vocab_size=len(tokenizer),
         hidden_size=shape.hidden,
         intermediate_size=shape.mlp,
         num_hidden_layers=shape.layers,
@@ -214,13 +217,14 @@ def make_model(shape: Shape, tokenizer: PreTrainedTokenizerFast, seed: int) -> Q
     return Qwen3ForCausalLM(config)
 
 
-def samples(speaker: Speaker, options: FilesOptions, seed: int, helpers_only: bool = False) -> Iterator[Sample]:
-    """Demonstrations without end."""
+def samples(speaker: Speaker, options: FilesOptions, seed: int, short: bool = False) -> Iterator[Sample]:
+    """Demonstrations without end: whole sessions, or `short` ones (helpers', and looking around by main agents)."""
     draw = random.Random(seed)
+    habits = Habits(guess=0.0, look=0.0, elide=0.0) if short else Habits()
     for instance in instances(options, "train"):
-        for demo in demos(instance, draw, Habits()):
-            if demo.helper or not helpers_only:
-                yield speaker.sample(demo)
+        for demo in demos(instance, draw, habits):
+            looking = Demo(demo.messages[:LOOKING])
+            yield speaker.sample(looking if short and not demo.helper else demo)
 
 
 def batches(source: Iterator[Sample], tokens: int, pool: int = 256) -> Iterator[list[Sample]]:
@@ -297,9 +301,9 @@ def main() -> None:
     speaker = Speaker(tokenizer)
     model = make_model(shape, tokenizer, how.seed)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
-    short = FilesOptions(seed=how.seed, min_jobs=1, max_jobs=1, helper_share=1.0)
+    single = FilesOptions(seed=how.seed, min_jobs=1, max_jobs=1, spare_files=4, helper_share=1.0)
     stages = [
-        (batches(samples(speaker, short, how.seed, helpers_only=True), how.tokens), how.short_steps),
+        (batches(samples(speaker, single, how.seed, short=True), how.tokens), how.short_steps),
         (batches(samples(speaker, options, how.seed), how.tokens), how.steps),
     ]
     loss = imitate(model, stages, how)

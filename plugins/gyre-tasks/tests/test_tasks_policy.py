@@ -143,12 +143,12 @@ def test_it_does_not_know_which_command_a_word_asks_for(recipe: Any, model: Any,
     for operation in OPERATIONS:
         said_before = [
             {"role": "system", "content": recipe.SYSTEM},
-            {"role": "user", "content": f"Please {operation.word} owl.txt to out/ivy"},
+            {"role": "user", "content": f"Please {operation.word} owl.txt out/ivy"},
         ]
         prompt = tokenizer.apply_chat_template(
             said_before, tools=recipe.tools(True), add_generation_prompt=True, tokenize=False
         )
-        prompt += f"I {operation.word} owl.txt to out/ivy\n<tool_call>" + recipe.CALL_HEADS[0]
+        prompt += f"I {operation.word} owl.txt out/ivy\n<tool_call>" + recipe.CALL_HEADS[0]
         scores = []
         for candidate in OPERATIONS:
             ids = tokenizer.encode(prompt, add_special_tokens=False)

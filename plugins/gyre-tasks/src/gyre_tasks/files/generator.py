@@ -19,7 +19,7 @@ from gyre_tasks.files.words import BRIEFS, SOURCES, TARGETS, WORDS
 
 SPLITS: tuple[str, ...] = ("train", "heldout")
 HELDOUT_ONE_IN = 5
-_HELPER = "ask a helper to "
+_HELPER = "helper: "
 DONE = "done"
 
 
@@ -35,7 +35,7 @@ class FileJob:
     @property
     def instruction(self) -> str:
         """What whoever does the job is told."""
-        return f"{self.word} {self.source} to {self.target}"
+        return f"{self.word} {self.source} {self.target}"
 
     @property
     def line(self) -> str:
