@@ -40,7 +40,7 @@ def histories(draw):
     return calls, paths
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(histories())
 def test_every_path_is_what_the_engine_saw(history):
     calls, paths = history
@@ -56,7 +56,7 @@ def test_every_path_is_what_the_engine_saw(history):
         assert tree.path_ids(call.index, len(path) // 2).tolist() == path[: len(path) // 2]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(histories())
 def test_sampled_tokens_are_owned_once_and_none_is_lost(history):
     calls, _ = history
@@ -68,7 +68,7 @@ def test_sampled_tokens_are_owned_once_and_none_is_lost(history):
     assert int(arrays.sampled.sum()) == sum(len(call.sampled_ids) for call in calls)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(histories())
 def test_arrays_are_preorder_and_hold_every_path(history):
     calls, paths = history
@@ -98,7 +98,7 @@ def _walk_up(arrays, node):
     return out
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(histories(), st.lists(st.integers(0, 2), max_size=10))
 def test_longest_prefix_is_the_longest(history, probe):
     calls, paths = history

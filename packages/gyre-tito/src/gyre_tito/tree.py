@@ -278,6 +278,11 @@ class TrajectoryTree:
         """Node by id."""
         return self._nodes[index]
 
+    def node_ids(self, index: int) -> NDArray[np.int32]:
+        """The ids of one node, a read-only view."""
+        node = self._nodes[index]
+        return self._ids.view(node.start, node.end)
+
     def children(self, index: int = ROOT) -> tuple[int, ...]:
         """Children of a node, oldest first; of the roots' common parent by default."""
         return tuple(self._children[index])

@@ -1,0 +1,97 @@
+"""Recorded rollouts of any origin in one plain shape, for checking and importing.
+
+Invariant: what a file does not say is None here, never a guess. The shape can hold broken data (lengths that disagree,
+masks over context), because finding those is the point. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gyre_tito.records import Status
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One model call: exact prompt ids and what came back, as the file has them.
+
+    `trains` says which sampled tokens carry loss, `prompt_trains` the same for prompt tokens; None: not said.
+    `stop_after`: the engine's reason, if known. `cached`: prompt tokens taken from a cache. `session` names the
+    conversation, `parent` the turn that this one continues, where that is known. `place`: where in the file.
+    """
+
+    prompt: Sequence[int]
+    sampled: Sequence[int]
+    logprobs: Sequence[float] | None = None
+    versions: Sequence[int] | None = None
+    trains: Sequence[int] | None = None
+    prompt_trains: Sequence[int] | None = None
+    stop_after: str | None = None
+    cached: int | None = None
+    session: str = "main"
+    parent: int | None = None
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """One attempt at a task. `row` tells several rows of one execution apart; `prompt_text` and `text` are kept where a
+    file has no tokens. `version_span`: policy versions named for the whole rollout, where tokens do not say."""
+
+    execution: str
+    turns: tuple[Turn, ...]
+    group: str | None = None
+    task: str | None = None
+    step: int | None = None
+    status: Status | None = None
+    score: float | None = None
+    advantage: float | None = None
+    row: int = 0
+    place: str = ""
+    prompt_text: str | None = None
+    text: str | None = None
+    version_span: tuple[int, ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)
+    in_progress: bool = False
+
+
+def packed_turns(
+    ids: Sequence[int],
+    prompt_len: int,
+    mask: Sequence[int] | None,
+    logprobs: Sequence[float] | None,
+    place: str,
+    versions: Sequence[int] | None = None,
+) -> tuple[Turn, ...]:
+    """A row that packs several turns (prompt, then sampled and context tokens told apart by `mask`) as turns.
+
+    `mask`, `logprobs` and `versions` cover the tokens after `prompt_len`. Without a mask everything after the prompt
+    counts as sampled. Context after the last sampled token is left out: no call saw it.
+    """
+    rest = len(ids) - prompt_len
+    if mask is None or len(mask) != rest:
+        return (Turn(ids[:prompt_len], ids[prompt_len:], logprobs, versions, mask, place=place),)
+    turns: list[Turn] = []
+    at = 0
+    while at < rest:
+        while at < rest and not mask[at]:
+            at += 1
+        end = at
+        while end < rest and mask[end]:
+            end += 1
+        if end > at:
+            begin = prompt_len + at
+            turns.append(
+                Turn(
+                    ids[:begin],
+                    ids[begin : prompt_len + end],
+                    None if logprobs is None else logprobs[at:end],
+                    None if versions is None else versions[at:end],
+                    mask[at:end],
+                    place=place,
+                )
+            )
+        at = end
+    return tuple(turns)
