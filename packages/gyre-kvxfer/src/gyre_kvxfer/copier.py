@@ -218,13 +218,16 @@ class Copier:
                 )
 
 
-def source_digests(kind: str, layout: KVLayout, regions: Sequence[Region], blocks: Ints, n_tokens: int) -> U64:
-    """uint64[ranks * blocks]: what a source states in its manifest for the first `n_tokens` tokens."""
-    pools = rank_pools(layout, regions)
+def source_digests(
+    kind: str, layout: KVLayout, regions: Sequence[Region], blocks: Ints, first: int, n_tokens: int
+) -> U64:
+    """uint64[ranks, blocks]: what a source states of blocks from `first` on, of which `n_tokens` tokens are there."""
     last = layout.blocks_for(n_tokens)
-    return np.concatenate(
-        [block_digests(kind, p.layout, [host_buffer(r) for r in p.regions], blocks, 0, last, n_tokens) for p in pools]
-    )
+    out = np.zeros((0, max(0, last - first)), np.uint64)
+    for pool in rank_pools(layout, regions):
+        buffers = [host_buffer(r) for r in pool.regions]
+        out = np.vstack([out, block_digests(kind, pool.layout, buffers, blocks, first, last, n_tokens)])
+    return out
 
 
 def _narrow(src: KVLayout, dst: KVLayout) -> KVLayout:

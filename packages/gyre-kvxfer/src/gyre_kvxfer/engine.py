@@ -66,7 +66,11 @@ class KVSource(Protocol):
         ...
 
     async def release(self, session: str, generation: int, *, forget: bool = False) -> None:
-        """Drop the pin; with `forget` the session has left for good. Releasing what is gone is no error."""
+        """Drop the pin; with `forget` the session has left for good. Releasing what is gone is no error.
+
+        `forget` is about the session this generation pinned: one of the same name that has been committed here since
+        (it came back) is not touched.
+        """
         ...
 
     async def unfreeze(self, session: str) -> None:

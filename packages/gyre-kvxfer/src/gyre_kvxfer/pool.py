@@ -116,13 +116,14 @@ class HostPool:
         return pinned
 
     async def release(self, session: str, generation: int, *, forget: bool = False) -> None:
-        """Drop a pin; `forget` drops the session too."""
+        """Drop a pin; `forget` drops the session it pinned, not one of that name that has come in since."""
         seq = self._pins.pop(generation, None)
-        if seq is not None:
-            seq.pins -= 1
-            self._collect(seq)
-        if forget:
+        if seq is None:
+            return
+        seq.pins -= 1
+        if forget and self._sessions.get(session) is seq:
             self.drop(session)
+        self._collect(seq)
 
     async def unfreeze(self, session: str) -> None:
         """Allow adding again."""
@@ -170,6 +171,6 @@ class HostPool:
         return np.array(taken, np.int32)
 
     def _collect(self, seq: Session) -> None:
-        if seq.gone and seq.pins == 0:
+        if seq.gone and seq.pins == 0 and len(seq.blocks):
             self._free += seq.blocks.tolist()
             seq.blocks = np.zeros(0, np.int32)

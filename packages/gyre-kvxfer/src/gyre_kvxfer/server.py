@@ -26,6 +26,7 @@ import numpy as np
 from gyre_kvxfer import source as m
 from gyre_kvxfer.channel import DATA, Channel, SocketChannel, accept, listen
 from gyre_kvxfer.copier import source_digests
+from gyre_kvxfer.digest import U64
 from gyre_kvxfer.engine import KVSource, Pinned, Region
 from gyre_kvxfer.errors import KVError, MoveRefused, TransportError, explain
 from gyre_kvxfer.layout import KVLayout
@@ -55,6 +56,7 @@ class ServedMove:
     reply_to: Channel
     task: asyncio.Task[None] | None = None
     tokens: TokenDigest | None = None
+    sums: asyncio.Task[U64] | None = None
 
 
 class MigrationServer:
@@ -303,10 +305,7 @@ class MigrationServer:
 
     async def _send_offer(self, move: ServedMove, offer: m.SendOffer) -> None:
         pinned, layout = offer.pinned, self._source.layout()
-        digests = np.zeros(0, np.uint64)
-        if offer.frozen and move.digest:
-            blocks, n = pinned.block_ids, len(pinned.token_ids)
-            digests = await asyncio.to_thread(source_digests, move.digest, layout, self._regions, blocks, n)
+        digests = await self._digests(move, offer, layout) if move.digest else np.zeros(0, np.uint64)
         access = ""
         if offer.first:
             metas = {name: x.meta() for name, x in self._exports.items()}
@@ -322,6 +321,24 @@ class MigrationServer:
             digests,
         )
         await self._send(move.reply_to, message)
+
+    async def _digests(self, move: ServedMove, offer: m.SendOffer, layout: KVLayout) -> U64:
+        """Digests of all blocks for a frozen offer. Full blocks are summed while the destination still pre-copies."""
+        blocks, n = offer.pinned.block_ids, len(offer.pinned.token_ids)
+        kind, regions = move.digest, self._regions
+        if not offer.frozen:
+            if move.sums is None:
+                full = n - n % layout.block_size
+                work = asyncio.to_thread(source_digests, kind, layout, regions, blocks, 0, full)
+                move.sums = asyncio.ensure_future(work)
+            return np.zeros(0, np.uint64)
+        known = await move.sums if move.sums is not None else None
+        if known is None:
+            whole = await asyncio.to_thread(source_digests, kind, layout, regions, blocks, 0, n)
+        else:
+            rest = await asyncio.to_thread(source_digests, kind, layout, regions, blocks, known.shape[1], n)
+            whole = np.hstack([known, rest])
+        return whole.ravel()
 
     # -- transports ----------------------------------------------------------------------------------------------
     def _offered(self) -> tuple[str, ...]:

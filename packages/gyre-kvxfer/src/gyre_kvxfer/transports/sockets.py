@@ -78,12 +78,12 @@ class Pipe:
         self._out, self._in = seals
 
     @classmethod
-    def connect(cls, address: str, key: bytes, timeout_s: float) -> Pipe:
-        """Connect and authenticate as data connection. Later reads time out after `timeout_s`, too."""
+    def connect(cls, address: str, key: bytes, timeout_s: float, open_s: float = 3.0) -> Pipe:
+        """Connect and authenticate as data connection within `open_s` a step; later waits end after `timeout_s`."""
         family, where = parse_address(address)
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            limit_waits(sock, timeout_s)
+            limit_waits(sock, open_s)
             sock.connect(where)
             tune(sock)
             nonce = os.urandom(16)
@@ -92,6 +92,7 @@ class Pipe:
             shake = Handshake(key, DATA, nonce, answer[:16])
             shake.check(b"server", answer[16:])
             sock.sendall(shake.proof(b"client"))
+            limit_waits(sock, timeout_s)
             return cls(sock, shake.seals(b"client"))
         except OSError as err:
             sock.close()

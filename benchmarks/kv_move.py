@@ -1,0 +1,320 @@
+"""How fast a session's KV moves between two processes of one host, beside memcpy, raw NIXL and plain sockets.
+
+All in one run. `paged` is the whole move (connect, offer, reserve, read, commit, release) of 8,192 scattered pieces
+of 16 KB; raw NIXL is its transfer alone, lists prepared before. Prints one JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from gyre_kvxfer import HostPool, KVLayout, MigrationServer, MovePolicy, Region, migrate
+from gyre_kvxfer.plan import Runs
+from gyre_kvxfer.transports import nixl
+from gyre_kvxfer.transports.process_vm import ProcessVmExporter, ProcessVmReader
+
+KEY = b"benchmark"
+LAYOUT = KVLayout(layers=8, kv_heads=8, head_dim=64, block_size=16, num_blocks=1024, dtype="float16", axes="BHTD")
+TOKENS = 512 * 16
+PIECE = 16 << 10
+CONTIGUOUS = 128 << 20
+
+
+def scattered_pool(seed: int) -> HostPool:
+    """A pool whose free blocks come in random order, its pages touched."""
+    pool = HostPool(LAYOUT, version=1)
+    np.random.default_rng(seed).shuffle(pool._free)
+    for b in pool.buffers:
+        b[::4096] = 1
+    return pool
+
+
+def best(call: Callable[[], object], repeat: int) -> float:
+    """The shortest of `repeat` times, in seconds."""
+    times = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+# -- the source's process -------------------------------------------------------------------------------------------
+
+
+async def serve() -> None:
+    """Sessions to move, contiguous memory to read, blocks to ask for; told what to do on stdin."""
+    pool = scattered_pool(1)
+    flat = np.random.default_rng(0).integers(0, 255, CONTIGUOUS, dtype=np.uint8)
+    kv = np.random.default_rng(2).integers(0, 60000, TOKENS * LAYOUT.token_nbytes // 2, dtype=np.uint16)
+    agent, _ = raw_nixl(flat, pool, True) if nixl.flavour() else (None, None)
+    async with MigrationServer(pool, key=KEY) as server:
+        exporter = ProcessVmExporter()
+        plain = socket.create_server(("127.0.0.1", 0))
+        loop = asyncio.get_running_loop()
+        hello = {
+            "endpoint": server.endpoint,
+            "meta": exporter.meta(),
+            "flat": flat.ctypes.data,
+            "pools": [b.ctypes.data for b in pool.buffers],
+            "nixl": agent.get_agent_metadata().hex() if agent else "",
+            "plain": plain.getsockname()[1],
+        }
+        print("READY" + json.dumps(hello), flush=True)
+        while True:
+            command = (await loop.run_in_executor(None, sys.stdin.readline)).strip()
+            if command == "fill":
+                while "s" in pool.sessions():  # the last move's source learns of its end a moment later
+                    await asyncio.sleep(0.002)
+                pool.append("s", np.arange(TOKENS, dtype=np.int32), kv.view(np.uint8))
+                blocks = pool.sessions()["s"].blocks.tolist()
+                print("READY" + json.dumps({"blocks": blocks}), flush=True)
+            elif command == "sockets":
+                await asyncio.to_thread(answer_plain, plain, pool)
+                print("READY{}", flush=True)
+            else:
+                return
+
+
+def answer_plain(listener: socket.socket, pool: HostPool) -> None:
+    """Plain sockets: `1` asks for one block (naive), `2` for a list sent with sendmsg."""
+    sock, _ = listener.accept()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    views = [memoryview(b) for b in pool.buffers]
+    with sock:
+        while head := sock.recv(12, socket.MSG_WAITALL):
+            kind, region, block = struct.unpack("<III", head)
+            if kind == 1:
+                sock.sendall(views[region][block * PIECE : (block + 1) * PIECE])
+                continue
+            ids = np.frombuffer(sock.recv(8 * block, socket.MSG_WAITALL), np.uint32).reshape(-1, 2).tolist()
+            pieces = [views[r][b * PIECE : (b + 1) * PIECE] for r, b in ids]
+            for at in range(0, len(pieces), 512):
+                send_all(sock, pieces[at : at + 512])
+
+
+def send_all(sock: socket.socket, pieces: list[memoryview]) -> None:
+    """`sendmsg` until all is sent."""
+    while pieces:
+        n = sock.sendmsg(pieces)
+        while pieces and n >= len(pieces[0]):
+            n -= len(pieces.pop(0))
+        if n:
+            pieces[0] = pieces[0][n:]
+
+
+def raw_nixl(flat: np.ndarray, pool: HostPool, progress: bool) -> tuple[object, list[object]]:
+    """A NIXL agent with both memories registered."""
+    module = __import__(nixl.flavour())
+    name = f"bench-{os.getpid()}"
+    agent = module.nixl_agent(name, module.nixl_agent_config(enable_prog_thread=progress, backends=["UCX"]))
+    areas = [(flat.ctypes.data, len(flat), 0, "")] + [(b.ctypes.data, len(b), 0, "") for b in pool.buffers]
+    return agent, [agent.register_memory(areas, "DRAM")]
+
+
+# -- the destination's process --------------------------------------------------------------------------------------
+
+
+class Peer:
+    """The source's process."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, __file__, "--serve"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.hello = self.read()
+
+    def read(self) -> dict:
+        while not (line := self.process.stdout.readline()).startswith("READY"):
+            if not line:
+                raise RuntimeError("the source ended")
+        return json.loads(line[5:])
+
+    def ask(self, command: str) -> dict:
+        self.tell(command)
+        return self.read()
+
+    def tell(self, command: str) -> None:
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def run_nixl(agent, handle) -> None:
+    state = agent.transfer(handle)
+    while state == "PROC":
+        state = agent.check_xfer_state(handle)
+    if state != "DONE":
+        raise RuntimeError(state)
+
+
+def measure_nixl(peer: Peer, flat: np.ndarray, pool: HostPool, repeat: int) -> dict:
+    """Raw NIXL: one contiguous read, and 8,192 prepared scattered ones."""
+    if not nixl.flavour():
+        return {}
+    agent, _ = raw_nixl(flat, pool, False)
+    other = agent.add_remote_agent(bytes.fromhex(peer.hello["nixl"]))
+    one = agent.get_xfer_descs([(flat.ctypes.data, CONTIGUOUS, 0)], "DRAM")
+    two = agent.get_xfer_descs([(peer.hello["flat"], CONTIGUOUS, 0)], "DRAM")
+    handle = agent.initialize_xfer("READ", one, two, other)
+    out = {"contiguous": best(lambda: run_nixl(agent, handle), repeat)}
+    handle.release()
+    rng = np.random.default_rng(3)
+    picks = [np.concatenate([r * 1024 + rng.permutation(1024)[:512] for r in range(16)]) for _ in range(2)]
+
+    def prepare(name, bases):
+        rows = np.array([[b, PIECE, 0, PIECE, 1024] for b in bases], np.uint64)
+        return agent.prep_xfer_dlist(name, rows, "DRAM")
+
+    mine = prepare("NIXL_INIT_AGENT", [b.ctypes.data for b in pool.buffers])
+    theirs = prepare(other, peer.hello["pools"])
+    indices = [p.astype(np.int32) for p in picks]
+    handle = agent.make_prepped_xfer("READ", mine, indices[0], theirs, indices[1], b"")
+    out["paged"] = best(lambda: run_nixl(agent, handle), repeat)
+    handle.release()
+    return out
+
+
+def measure_plain(peer: Peer, pool: HostPool, repeat: int) -> dict:
+    """Plain sockets: one message a block, and sendmsg/recvmsg_into of many pieces."""
+    peer.tell("sockets")
+    rng = np.random.default_rng(4)
+    ids = np.array([(r, b) for r in range(16) for b in rng.permutation(1024)[:512]], np.uint32)
+    views = [memoryview(b) for b in pool.buffers]
+    out = {}
+    with socket.create_connection(("127.0.0.1", peer.hello["plain"])) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def naive() -> None:
+            for r, b in ids.tolist():
+                sock.sendall(struct.pack("<III", 1, r, b))
+                into = views[r][b * PIECE : (b + 1) * PIECE]
+                while into:
+                    into = into[sock.recv_into(into) :]
+
+        def vectored() -> None:
+            sock.sendall(struct.pack("<III", 2, 0, len(ids)) + ids.tobytes())
+            pieces = [views[r][b * PIECE : (b + 1) * PIECE] for r, b in ids.tolist()]
+            at = 0
+            while at < len(pieces):
+                n = sock.recvmsg_into(pieces[at : at + 512])[0]
+                while at < len(pieces) and n >= len(pieces[at]):
+                    n -= len(pieces[at])
+                    at += 1
+                if n:
+                    pieces[at] = pieces[at][n:]
+
+        out["naive"] = best(naive, 1)
+        out["sockets"] = best(vectored, repeat)
+    peer.read()
+    return out
+
+
+async def measure_moves(peer: Peer, pool: HostPool, repeat: int) -> dict[str, float]:
+    """Whole moves: direct, over tcp, and with digests."""
+    plans = {
+        "paged": ("process_vm", MovePolicy()),
+        "digest": ("process_vm", MovePolicy(digest="fast")),
+        "tcp": ("tcp", MovePolicy()),
+        "shm": ("shm", MovePolicy()),
+    }
+    out: dict[str, float] = dict.fromkeys(plans, 1e9)
+    for _ in range(repeat):
+        for name, (transport, policy) in plans.items():
+            peer.ask("fill")
+            report = await migrate("s", peer.hello["endpoint"], pool, key=KEY, transport=transport, policy=policy)
+            if not report.carried or report.transport != transport:
+                raise RuntimeError(str(report))
+            out[name] = min(out[name], report.seconds)
+            pool.drop("s")
+    return out
+
+
+async def measure_contiguous(peer: Peer, flat: np.ndarray, repeat: int) -> float:
+    """One contiguous read through our direct transport."""
+    regions = [Region(peer.hello["flat"], CONTIGUOUS)]
+    reader = ProcessVmReader.probe(peer.hello["meta"], regions)
+    runs = Runs(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([CONTIGUOUS], np.int64))
+    times = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        await reader.read("", runs, runs, [Region(flat.ctypes.data, CONTIGUOUS)])
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+async def measure(repeat: int) -> dict:
+    peer = Peer()
+    try:
+        flat = np.ones(CONTIGUOUS, np.uint8)
+        copy = np.ones(CONTIGUOUS, np.uint8)
+        pool = scattered_pool(7)
+        peer.ask("fill")
+        memcpy = best(lambda: np.copyto(copy, flat), repeat)
+        raw = measure_nixl(peer, flat, pool, repeat)
+        contiguous = await measure_contiguous(peer, flat, repeat)
+        plain = measure_plain(peer, pool, repeat)
+        first = await migrate("s", peer.hello["endpoint"], pool, key=KEY)
+        pool.drop("s")
+        moves = await measure_moves(peer, pool, repeat)
+    finally:
+        peer.end()
+    nbytes = TOKENS * LAYOUT.token_nbytes
+    rate = {"memcpy": CONTIGUOUS / memcpy, "contiguous": CONTIGUOUS / contiguous}
+    rate |= {f"nixl_{k}": nbytes / v for k, v in raw.items()}
+    rate |= {k: nbytes / v for k, v in {**plain, **moves}.items()}
+    out = {
+        "bytes": nbytes,
+        "pieces": nbytes // PIECE,
+        "gb_per_s": {k: round(v / 1e9, 3) for k, v in rate.items()},
+        "paged_vs_naive": round(plain["naive"] / moves["paged"], 2),
+        "tcp_vs_sockets": round(plain["sockets"] / moves["tcp"], 2),
+        "digest_overhead": round(moves["digest"] / moves["paged"] - 1, 3),
+        "first_move_s": round(first.seconds, 4),
+    }
+    if raw:
+        out["contiguous_vs_nixl"] = round(raw["contiguous"] / contiguous, 2)
+        out["paged_vs_nixl"] = round(raw["paged"] / moves["paged"], 2)
+    return out
+
+
+def hardware() -> dict:
+    """What it ran on."""
+    model = next(
+        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
+    )
+    return {"cpu": model, "cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        asyncio.run(serve())
+        return
+    result = asyncio.run(measure(args.repeat)) | {"hardware": hardware()}
+    if not args.json:
+        for name, value in result["gb_per_s"].items():
+            print(f"{name:18} {value:8.3f} GB/s")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,452 @@
+"""What goes wrong: dead sides, wrong tokens and versions, damaged blocks, replays, released sources, NaN.
+
+Never a wrong token, never two owners, never a lost session: each test ends by asking both sides who owns what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gyre_kvxfer import HostPool, KVLayout, MigrationServer, MovePolicy, MoveRefused, Pinned, migrate
+from gyre_kvxfer import destination as d
+from gyre_kvxfer.channel import connect
+from gyre_kvxfer.messages import Commit, Freeze, Offer, Open, Refused, Released, decode, encode
+
+KEY = b"faults"
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=16, block_size=16, num_blocks=64, dtype="float32")
+QUICK = MovePolicy(reply_s=0.1, give_up_s=1.0)
+
+
+def filled(n: int = 100, version: int = 3) -> HostPool:
+    pool = HostPool(LAYOUT, version)
+    kv = np.random.default_rng(n).standard_normal(n * LAYOUT.token_nbytes // 4).astype(np.float32)
+    pool.append("s", np.arange(n, dtype=np.int32), kv.view(np.uint8))
+    return pool
+
+
+def mine(pool: HostPool) -> bool:
+    """Whether the session lives in this pool and may go on."""
+    return "s" in pool.sessions() and not pool.sessions()["s"].frozen
+
+
+async def settled(pool: HostPool, seconds: float = 3.0) -> None:
+    """Wait until nothing is pinned here."""
+    for _ in range(int(seconds / 0.02)):
+        if not pool._pins and all(not s.frozen for s in pool.sessions().values()):
+            return
+        await asyncio.sleep(0.02)
+
+
+async def check_stays(source: HostPool, sink: HostPool, free: int, report) -> None:
+    """The move failed: the source owns a working session, the sink holds nothing."""
+    assert not report.carried
+    await settled(source)
+    assert mine(source)
+    assert "s" not in sink.sessions()
+    assert sink.free_blocks == free
+    assert not source._pins
+    source.append("s", np.arange(3, dtype=np.int32), np.zeros(3 * LAYOUT.token_nbytes, np.uint8))
+
+
+# -- an engine that misbehaves ----------------------------------------------------------------------------------------
+
+
+class WrongTokens(HostPool):
+    """Names other tokens once frozen than it named before."""
+
+    async def freeze(self, session):
+        p = await super().freeze(session)
+        return Pinned(p.version, p.token_ids + 1, p.block_ids, p.generation)
+
+
+class WrongVersion(HostPool):
+    """Has new weights between pin and freeze."""
+
+    async def freeze(self, session):
+        p = await super().freeze(session)
+        return Pinned(p.version + 1, p.token_ids, p.block_ids, p.generation)
+
+
+class Shrinks(HostPool):
+    """Loses tokens between pin and freeze."""
+
+    async def freeze(self, session):
+        p = await super().freeze(session)
+        return Pinned(p.version, p.token_ids[:-20], p.block_ids, p.generation)
+
+
+class CannotFreeze(HostPool):
+    """Fails to stop."""
+
+    async def freeze(self, session):
+        raise RuntimeError("the engine is on fire")
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (WrongTokens, "tokens"),
+        (WrongVersion, "version"),
+        (Shrinks, "stale"),
+        (CannotFreeze, "engine"),
+    ],
+)
+async def test_a_source_that_contradicts_itself(kind, code):
+    source = filled()
+    source.__class__ = kind
+    sink = HostPool(LAYOUT, 3)
+    async with MigrationServer(source, key=KEY) as server:
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=replace(QUICK, freeze_below=0))
+        assert report.code == code, report
+        await check_stays(source, sink, 64, report)
+
+
+@pytest.mark.parametrize("digest", ["fast", "strong"])
+@pytest.mark.parametrize("transport", ["process_vm", "tcp", "shm"])
+async def test_a_damaged_block_is_found(digest, transport):
+    source, sink = filled(), HostPool(LAYOUT, 3)
+
+    class Late(HostPool):
+        async def reserve(self, session, n, version):
+            block = int(source.sessions()["s"].blocks[2])
+            source.buffers[1][block * LAYOUT.strides["B"] + 40] ^= 1
+            return await super().reserve(session, n, version)
+
+    sink.__class__ = Late
+    async with MigrationServer(source, key=KEY) as server:
+        policy = replace(QUICK, digest=digest)
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=policy, transport=transport)
+        assert report.code == "verification", report
+        assert "[2]" in report.reason
+        await check_stays(source, sink, 64, report)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("change", [{}, {"dtype": "bfloat16", "axes": "BHTD"}])
+async def test_values_that_are_no_numbers_are_refused(value, change):
+    source, sink = filled(), HostPool(replace(LAYOUT, **change), 3)
+    block = int(source.sessions()["s"].blocks[4])
+    source.buffers[2].view(np.float32)[block * LAYOUT.strides["B"] // 4 + 7] = value
+    async with MigrationServer(source, key=KEY) as server:
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=replace(QUICK, finite=True))
+        assert report.code == "verification", report
+        assert "NaN" in report.reason
+        await check_stays(source, sink, 64, report)
+
+
+async def test_a_sink_that_fails_at_each_step():
+    for step, code in (("reserve", "engine"), ("commit", "engine"), ("regions", "engine")):
+        source, sink = filled(), HostPool(LAYOUT, 3)
+
+        async def fail(*args):
+            raise RuntimeError("no")
+
+        def fail_now(*args):
+            raise RuntimeError("no")
+
+        setattr(sink, step, fail_now if step == "regions" else fail)
+        async with MigrationServer(source, key=KEY) as server:
+            report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+            assert report.code == code, (step, report)
+            await check_stays(source, sink, 64, report)
+
+
+# -- replays ----------------------------------------------------------------------------------------------------------
+
+
+async def ask(channel, message):
+    await channel.send(encode(message))
+    async with asyncio.timeout(2):
+        return decode(await channel.recv())
+
+
+def opening(move: str, session: str = "s", limit: int = 1 << 30) -> Open:
+    return Open(move, 1, session, "hand", limit, "")
+
+
+async def test_messages_sent_twice_are_answered_alike_and_do_nothing_twice():
+    source = filled()
+    async with MigrationServer(source, key=KEY) as server:
+        channel = await connect(server.endpoint, KEY)
+        first = await ask(channel, opening("a" * 32))
+        again = await ask(channel, opening("a" * 32))
+        assert isinstance(first, Offer)
+        assert first == again
+        claim = Commit("a" * 32, 2, first.generation, first.token_digest)
+        assert isinstance(await ask(channel, claim), Released)
+        assert isinstance(await ask(channel, claim), Released)
+        assert not mine(source)
+        await channel.close()
+
+
+async def test_a_manifest_of_an_older_move_gives_nothing():
+    source = filled()
+    async with MigrationServer(source, key=KEY, lease_s=0.3) as server:
+        channel = await connect(server.endpoint, KEY)
+        old = await ask(channel, opening("a" * 32))
+        await asyncio.sleep(0.8)
+        assert mine(source)  # the lease ran out: the session was taken back
+        late = await ask(channel, Commit("a" * 32, 2, old.generation, old.token_digest))
+        assert isinstance(late, Refused)
+        assert late.code == "lease"
+        fresh = await ask(channel, opening("b" * 32))
+        replayed = await ask(channel, Commit("b" * 32, 2, old.generation, old.token_digest))
+        assert isinstance(fresh, Offer)
+        assert isinstance(replayed, Refused)
+        assert replayed.code == "tokens"
+        assert isinstance(await ask(channel, Commit("c" * 32, 2, 1, "")), Refused)
+        await settled(source)
+        assert mine(source)
+        await channel.close()
+
+
+async def test_frames_recorded_on_one_connection_are_worth_nothing_on_another():
+    async with MigrationServer(filled(), key=KEY) as server:
+        one, two = await connect(server.endpoint, KEY), await connect(server.endpoint, KEY)
+        frame = encode(opening("a" * 32))
+        tag = one._out.tag(frame)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(two.sock, len(frame).to_bytes(4, "little") + frame + tag)
+        assert await loop.sock_recv(two.sock, 1) == b""
+        assert server.moves() == {}
+        await one.close()
+        await two.close()
+
+
+async def test_requests_out_of_order_end_the_move_and_free_the_session():
+    source = filled()
+    async with MigrationServer(source, key=KEY) as server:
+        channel = await connect(server.endpoint, KEY)
+        assert isinstance(await ask(channel, opening("a" * 32)), Offer)
+        answer = await ask(channel, Freeze("a" * 32, 2, 0))
+        assert isinstance(answer, Refused)
+        assert answer.code == "order"
+        assert mine(source)
+        await channel.close()
+
+
+async def test_a_second_destination_is_told_to_wait_and_the_same_one_takes_over():
+    source = filled()
+    async with MigrationServer(source, key=KEY) as server:
+        channel = await connect(server.endpoint, KEY)
+        assert isinstance(await ask(channel, opening("a" * 32)), Offer)
+        other = await ask(channel, Open("b" * 32, 1, "s", "somebody else", 0, ""))
+        assert isinstance(other, Refused)
+        assert other.code == "busy"
+        told = await ask(channel, opening("c" * 32))
+        assert isinstance(told, Refused)
+        assert (told.move, told.code) == ("a" * 32, "superseded")
+        assert isinstance(decode(await channel.recv()), Offer)
+        assert server.moves()["a" * 32] == ("s", "aborted")
+        await channel.close()
+
+
+async def test_reads_after_release_are_refused():
+    from gyre_kvxfer.errors import TransportError
+    from gyre_kvxfer.plan import Runs
+    from gyre_kvxfer.transports.bulk import BulkReader
+
+    source = filled()
+    async with MigrationServer(source, key=KEY) as server:
+        channel = await connect(server.endpoint, KEY)
+        await ask(channel, opening("a" * 32))
+        reader = await asyncio.to_thread(BulkReader.open, "tcp", server.endpoint, KEY, source.regions(), 2.0)
+        out = np.zeros(64, np.uint8)
+        region = replace(source.regions()[0], addr=out.ctypes.data, nbytes=64)
+        runs = Runs(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([64]))
+        await reader.read("a" * 32, runs, runs, [region])
+        far = Runs(np.zeros(1, np.int64), np.array([LAYOUT.region_nbytes - 8]), np.array([64]))
+        with pytest.raises(TransportError):
+            await reader.read("a" * 32, far, runs, [region])
+        with pytest.raises(TransportError, match="lease"):
+            await reader.read("f" * 32, runs, runs, [region])
+        await server.fence("hand")
+        with pytest.raises(TransportError, match="lease"):
+            await reader.read("a" * 32, runs, runs, [region])
+        await reader.close()
+        await channel.close()
+
+
+# -- death ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["reserve", "commit"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_the_source_dies_before_it_gave_the_session_up(source, peer, step, how):
+    there = source(LAYOUT, {"s": 100})
+
+    class Kills(HostPool):
+        async def _kill(self):
+            os.kill(there.process.pid, how)
+            if how == signal.SIGKILL:
+                there.process.wait()
+
+        async def reserve(self, *args):
+            if step == "reserve":
+                await self._kill()
+            return await super().reserve(*args)
+
+        async def commit(self, *args):
+            if step == "commit":
+                await self._kill()
+            await super().commit(*args)
+
+    sink = Kills(LAYOUT, 3)
+    report = await migrate("s", there.endpoint, sink, key=peer.KEY, policy=QUICK, transport="tcp")
+    if how == signal.SIGSTOP:
+        os.kill(there.process.pid, signal.SIGKILL)
+    assert not report.carried
+    assert report.outcome == ("unknown" if step == "commit" else "failed"), report
+
+
+async def test_the_source_dies_while_claimed_and_is_fenced(source, peer):
+    there = source(LAYOUT, {"s": 100})
+    fenced = asyncio.Event()
+
+    class Kills(HostPool):
+        async def commit(self, *args):
+            await super().commit(*args)
+            there.process.kill()
+            there.process.wait()
+            asyncio.get_running_loop().call_later(0.2, fenced.set)
+
+    sink = Kills(LAYOUT, 3)
+    report = await migrate("s", there.endpoint, sink, key=peer.KEY, policy=QUICK, fenced=fenced)
+    assert report.carried, report
+    assert mine(sink)
+
+
+DYING = """
+import asyncio, os, signal, sys
+from gyre_kvxfer import HostPool, KVLayout, MovePolicy, migrate
+from gyre_kvxfer.transports.process_vm import ProcessVmReader
+import json
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def die_soon(self, *args):
+    die()
+
+async def enter_and_die(self, *args):
+    await enter(self, *args)
+    die()
+
+enter = HostPool.commit
+layout, endpoint, step = KVLayout.from_dict(json.loads(sys.argv[1])), sys.argv[2], sys.argv[3]
+if step == "reserve":
+    HostPool.reserve = die_soon
+elif step == "read":
+    ProcessVmReader.read = die_soon
+elif step == "enter":
+    HostPool.commit = die_soon
+else:
+    HostPool.commit = enter_and_die
+policy = MovePolicy(freeze_below=int(sys.argv[4]))
+asyncio.run(migrate("s", endpoint, HostPool(layout, 3), key=b"faults", policy=policy))
+"""
+
+
+@pytest.mark.parametrize("freeze_below", [0, 1 << 30])
+@pytest.mark.parametrize("step", ["reserve", "read", "enter", "entered"])
+async def test_the_destination_is_killed_and_the_lease_brings_the_session_back(step, freeze_below):
+    source = filled()
+    async with MigrationServer(source, key=KEY, lease_s=3.0) as server:
+        arguments = (json.dumps(LAYOUT.to_dict()), server.endpoint, step, str(freeze_below))
+        child = await asyncio.create_subprocess_exec(sys.executable, "-c", DYING, *arguments)
+        assert await child.wait() == -signal.SIGKILL
+        await settled(source, 20.0)
+        assert mine(source)
+        assert source.free_blocks == 64 - 7
+        sink = HostPool(LAYOUT, 3)
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+        assert report.carried
+        assert mine(sink)
+
+
+async def test_the_destination_dies_after_it_was_given_the_session():
+    source = filled()
+    async with MigrationServer(source, key=KEY) as server:
+        channel = await connect(server.endpoint, KEY)
+        offer = await ask(channel, opening("a" * 32))
+        await ask(channel, Commit("a" * 32, 2, offer.generation, offer.token_digest))
+        assert not mine(source)
+        await channel.close()
+        assert await server.fence("hand") == ["s"]
+        assert mine(source)
+        assert source.free_blocks == 64 - 7
+
+
+async def test_a_silent_destination_that_was_given_the_session_keeps_it():
+    source = filled()
+    async with MigrationServer(source, key=KEY, lease_s=0.3) as server:
+        channel = await connect(server.endpoint, KEY)
+        offer = await ask(channel, opening("a" * 32))
+        await ask(channel, Commit("a" * 32, 2, offer.generation, offer.token_digest))
+        await asyncio.sleep(0.9)
+        assert "s" not in source.sessions()
+        assert source.free_blocks == 64
+        assert isinstance(await ask(channel, Commit("a" * 32, 2, offer.generation, offer.token_digest)), Released)
+        await channel.close()
+
+
+async def test_cancelling_a_move_ends_it_cleanly():
+    source, sink = filled(), HostPool(LAYOUT, 3)
+    async with MigrationServer(source, key=KEY) as server:
+        slow = asyncio.Event()
+
+        async def wait(*args):
+            await slow.wait()
+            return await HostPool.reserve(sink, *args)
+
+        sink.reserve = wait
+        task = asyncio.ensure_future(migrate("s", server.endpoint, sink, key=KEY, policy=QUICK))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.sleep(0)
+        slow.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await settled(source)
+        assert mine(source)
+        assert sink.free_blocks == 64
+
+
+async def test_a_source_that_closes_keeps_its_sessions():
+    source = filled()
+    server = await MigrationServer(source, key=KEY).start()
+    channel = await connect(server.endpoint, KEY)
+    assert isinstance(await ask(channel, opening("a" * 32)), Offer)
+    await server.close()
+    assert mine(source)
+    await channel.close()
+
+
+def test_an_old_or_foreign_answer_moves_nothing():
+    machine = d.DestinationMachine("a" * 32, "s", "x", LAYOUT, QUICK)
+    machine.handle(d.Begin(0.0))
+    assert machine.handle(d.Received(Released("a" * 32, 1), 0.1)) == []
+    assert machine.state == "opening"
+    foreign = Offer("a" * 32, 1, "other", 1, 3, False, 0, 0, 16, "", LAYOUT.fingerprint(), 1000)
+    actions = machine.handle(d.Received(foreign, 0.1))
+    assert machine.state == "failed"
+    assert any(isinstance(a, d.DoCancel) for a in actions)
+
+
+async def test_refusals_carry_the_engines_code():
+    class Full(HostPool):
+        async def pin(self, session):
+            raise MoveRefused("busy", "it is being trained on")
+
+    source, sink = filled(), HostPool(LAYOUT, 3)
+    source.__class__ = Full
+    async with MigrationServer(source, key=KEY) as server:
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+        assert (report.code, report.reason) == ("busy", "it is being trained on")
