@@ -21,6 +21,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+plugin_app = typer.Typer(help="Write plugins.", no_args_is_help=True)
+app.add_typer(plugin_app, name="plugin")
+
 Sets = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Lay one key over the file: --set rollout.group_size=4."),
@@ -99,15 +102,40 @@ def check(
 
 @app.command()
 def plugins(
+    kind: Annotated[str, typer.Argument(metavar="[KIND", help="A kind of component, such as engine.")] = "",
+    name: Annotated[str, typer.Argument(metavar="NAME]", help="One of its components: show its options.")] = "",
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List what is installed, and why something is unusable."""
+    """List what is installed, and why something is unusable; with KIND and NAME, show its options."""
     console = Console(json, debug)
     with reported(console):
-        from gyre_rl.cli.listing import list_plugins
+        from gyre_rl.cli.listing import list_plugins, show_options
 
-        list_plugins(console)
+        if name:
+            show_options(console, kind, name)
+        else:
+            list_plugins(console, kind)
+
+
+@plugin_app.command()
+def new(
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="engine, harness, launcher, sandbox, scorer, sink, taskset")
+    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the component, such as my-thing.")],
+    into: Annotated[Path, typer.Option("--into", help="Folder to write gyre-NAME into.")] = Path(),
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write a plugin package that works and passes the conformance suite of its kind as it is."""
+    console = Console(json, debug)
+    with reported(console):
+        from gyre_rl.scaffold import write_plugin
+
+        written = [str(path) for path in write_plugin(kind, name, into)]
+        after = f"cd {into / f'gyre-{name}'} && pip install -e '.[test]' && pytest"
+        console.result({"ok": True, "files": written}, "\n".join([*written, "", f"Next:  {after}"]))
 
 
 @app.command()

@@ -5,18 +5,42 @@ Invariant: listing imports the light modules named in entry points and nothing b
 
 from __future__ import annotations
 
+import dataclasses
+
+from gyre_core.errors import ConfigError
 from gyre_core.plugins import Component, PluginManager
+from gyre_core.registration import Kind
 
 from gyre_rl.cli.console import Console
 
 
-def list_plugins(console: Console, manager: PluginManager | None = None) -> None:
-    """Print every component and every plugin that could not be loaded."""
+def kind_of(text: str) -> Kind:
+    """The kind named `text`; ConfigError naming all kinds otherwise."""
+    if text not in set(Kind):
+        raise ConfigError("looking for plugins", got=f"the kind {text!r}", expected=f"one of {', '.join(Kind)}")
+    return Kind(text)
+
+
+def list_plugins(console: Console, kind: str = "", manager: PluginManager | None = None) -> None:
+    """Print every component (of one kind, when it is named) and every plugin that could not be loaded."""
     manager = manager or PluginManager.installed()
-    components = manager.components()
+    components = manager.components(kind_of(kind) if kind else None)
     broken = [{"name": b.name, "distribution": b.distribution, "reason": b.reason} for b in manager.broken]
     rows = [as_row(component) for component in components]
     console.result({"components": rows, "broken": broken}, as_text(rows, broken))
+
+
+def show_options(console: Console, kind: str, name: str, manager: PluginManager | None = None) -> None:
+    """Print what a component's section of a run's file may say."""
+    from gyre_rl.config.reference import describe_options, entries
+
+    manager = manager or PluginManager.installed()
+    options = manager.options_type(kind_of(kind), name)
+    if options is None:
+        console.result({"options": []}, f"The {kind} {name!r} takes no options.")
+        return
+    rows = [dataclasses.asdict(entry) for entry in entries(options)]
+    console.result({"options": rows}, describe_options(options))
 
 
 def as_row(component: Component) -> dict[str, object]:

@@ -1,0 +1,100 @@
+"""`gyre plugin new`: what it writes works before a line of it is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from gyre_core import ConfigError, Kind, PluginManager
+from gyre_rl.scaffold import KINDS, write_plugin
+from gyre_rl.scaffold.write import contents, names_of
+
+SLOW = (Kind.ENGINE, Kind.HARNESS, Kind.SANDBOX)
+MARKED = [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in KINDS]
+
+
+def in_package(folder, *argv, timeout=600):
+    env = {**os.environ, "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", MARKED)
+@pytest.mark.timeout(900)
+def test_a_new_package_passes_its_own_tests(kind, tmp_path):
+    write_plugin(kind, "my-thing", tmp_path)
+    out = in_package(tmp_path / "gyre-my-thing", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
+    assert " passed" in out
+    assert "failed" not in out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_package_registers_light_and_its_options_are_checked(kind, tmp_path):
+    write_plugin(kind, "my-thing", tmp_path)
+    code = (
+        "import json, sys; from gyre_core import PluginManager; import gyre_my_thing.plugin as plugin; "
+        "m = PluginManager(); "
+        "m.add(plugin); c = m.components()[0]; r = c.registration; o = m.options_type(r.kind, r.name); o(); "
+        "print(json.dumps([r.kind, r.name, m.load(r.kind, r.name).__name__, o.__name__, 'torch' in sys.modules]))"
+    )
+    found = json.loads(in_package(tmp_path / "gyre-my-thing", "-c", code))
+    word = "TaskSet" if kind is Kind.TASKSET else kind.value.capitalize()
+    assert found == [kind.value, "my-thing", f"MyThing{word}", "MyThingOptions", False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_package_is_clean(kind, tmp_path):
+    write_plugin(kind, "my-thing", tmp_path)
+    folder = tmp_path / "gyre-my-thing"
+    root = Path(__file__).resolve().parents[3]
+    in_package(folder, "-m", "ruff", "check", "--config", str(root / "pyproject.toml"), ".")
+    in_package(folder, "-m", "mypy", "--strict", "src")
+
+
+def test_the_metadata_is_what_discovery_needs():
+    for kind in KINDS:
+        files = contents(names_of(kind, "far"))
+        project = tomllib.loads(files["pyproject.toml"])["project"]
+        assert project["name"] == "gyre-far"
+        assert project["entry-points"]["gyre"] == {"gyre_far": "gyre_far.plugin"}
+        assert f'Kind.{kind.name},\n        "far",' in files["src/gyre_far/plugin.py"]
+        assert not any("$" in text for text in files.values())
+
+
+@pytest.mark.parametrize("name", ["My", "my_thing", "-x", "x-", "", "../up", "class", "1a"])
+def test_names_that_no_package_can_have_are_refused(name, tmp_path):
+    with pytest.raises(ConfigError, match="such as my-thing"):
+        write_plugin("scorer", name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_kinds_and_taken_folders_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no kind of component"):
+        write_plugin("scoorer", "x", tmp_path)
+    with pytest.raises(ConfigError, match="a kind without a template"):
+        write_plugin("transport", "x", tmp_path)
+    write_plugin("scorer", "x", tmp_path)
+    with pytest.raises(ConfigError, match="which exists"):
+        write_plugin("scorer", "x", tmp_path)
+
+
+def test_the_command_shows_the_options_of_a_component(capsys):
+    from gyre_rl.cli.console import Console
+    from gyre_rl.cli.listing import list_plugins, show_options
+
+    manager = PluginManager.installed()
+    show_options(Console(json=True), "launcher", "local", manager)
+    assert json.loads(capsys.readouterr().out) == {"options": []}
+    list_plugins(Console(json=True), "launcher", manager)
+    assert [c["kind"] for c in json.loads(capsys.readouterr().out)["components"]] == ["launcher"]
+    with pytest.raises(ConfigError, match="the kind 'lancher'"):
+        list_plugins(Console(), "lancher", manager)
