@@ -16,6 +16,7 @@ from gyre_rl.run.bus import EventBus
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.run.feed import Feed
 from gyre_rl.run.resume import read_past
+from gyre_rl.run.metrics import summarise
 from gyre_rl.run.rollout import seed_of
 from gyre_rl.run.stream import TaskStream, group_index, group_name
 from gyre_rl.views import events as ev
@@ -111,6 +112,16 @@ def test_every_attempt_has_a_seed_of_its_own():
     assert len(seeds) == 2 * len(names)
     assert max(seeds) < 2**31
     assert seed_of(1, names[0]) == seed_of(1, names[0])
+
+
+def test_means_are_divided_once_however_the_step_was_split():
+    whole = {"ratio": 6.0, "ratio:count": 4.0, "gap:max": 0.5, "entries": 4.0}
+    parts = [
+        {"ratio": 1.0, "ratio:count": 3.0, "gap:max": -0.5, "entries": 3.0},
+        {"ratio": 5.0, "ratio:count": 1.0, "gap:max": 0.5, "entries": 1.0},
+    ]
+    assert summarise([whole]) == summarise(parts) == {"ratio": 1.5, "entries": 4.0, "gap_max": 0.5}
+    assert summarise([]) == {}
 
 
 def test_branches_are_leaves_less_one():

@@ -45,6 +45,8 @@ class BatchStats:
     """Sampled tokens with loss."""
     seconds: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further sums. "x:count" is what the sum "x" is to be divided by, "x:max" a maximum; a sum without a count is a
+    plain total."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,8 @@ class RunDriver:
     async def switch(self, cell: SchedCell, role: SchedRole) -> float:
         """Change a cell's role with the newest published weights."""
         reason = self.reasons.get(_core(cell), "")
-        drained = time.monotonic() - self._drain_began.pop(_core(cell), time.monotonic())
+        now = time.monotonic()
+        drained = now - self._drain_began.pop(_core(cell), now)
         try:
             seconds = await self.cells.switch(_core(cell), Role(role.value), self.training.applied)
         except Exception:

@@ -27,6 +27,7 @@ from gyre_rl.run.batches import BuiltGroup, Member, build_group, count_branches
 from gyre_rl.run.bus import EventBus
 from gyre_rl.run.cells import Cells
 from gyre_rl.run.directory import RunDirectory
+from gyre_rl.run.metrics import summarise
 from gyre_rl.run.rollout import Finished, Rollout
 from gyre_rl.views.events import Checkpointed, Contributed, GroupReady, Leased, LeaseReturned, StepApplied
 
@@ -211,10 +212,6 @@ class Training:
     def _told(self, step: int, opened: OpenStep, result: StepResult, seconds: float) -> StepApplied:
         stats = [contribution.stats for _, contribution in opened.contributions]
         trained = sum(item.trained_tokens for item in stats)
-        metrics: dict[str, float] = defaultdict(float)
-        for item in stats:
-            for name, value in item.metrics.items():
-                metrics[name] += value * (item.trained_tokens / trained if trained else 0.0)
         ages = opened.staleness
         total = sum(ages.values())
         core = {cell for cell, info in self.cells.infos.items() if info.core}
@@ -234,5 +231,5 @@ class Training:
             contributions=len(stats),
             satellites=len({cell for cell, _ in opened.contributions} - core),
             skipped=result.skipped,
-            metrics=dict(metrics),
+            metrics=summarise(item.metrics for item in stats),
         )
