@@ -69,7 +69,8 @@ class PathAttention:
     """Attention of one chunk over its path; holds the path's keys and values and their gradients.
 
     Buffers per layer [Hkv, longest path, D], made on first use. ``enter`` sets the chunk; in a forward with gradients
-    the chunk's own keys and values are remembered with their graph.
+    the chunk's own keys and values are remembered with their graph. ``descending``: only keys and values are wanted,
+    so the last layer's attention, which no key depends on, is skipped.
     """
 
     def __init__(self, layers: int, length: int) -> None:
@@ -78,11 +79,13 @@ class PathAttention:
         self._cache: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self._grads: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self._depth = 0
+        self._descending = False
         self.own: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def enter(self, chunk: Chunk) -> None:
+    def enter(self, chunk: Chunk, descending: bool = False) -> None:
         """The next forward computes ``chunk``."""
         self._depth = chunk.depth
+        self._descending = descending
         self.own = {}
 
     def __call__(
@@ -103,6 +106,8 @@ class PathAttention:
         with torch.no_grad():
             past[0][:, self._depth : end] = key
             past[1][:, self._depth : end] = value
+        if self._descending and layer == len(self._cache) - 1:
+            return query
         ahead = (past[0][:, : self._depth], past[1][:, : self._depth])
         grads: tuple[Tensor, Tensor] | None = None
         if torch.is_grad_enabled():
@@ -212,8 +217,8 @@ class _Walker:
         first, last = np.searchsorted(self.sorted_row, [chunk.start, chunk.stop])
         return self.by_row[first:last]
 
-    def forward(self, chunk: Chunk) -> Tensor:
-        self.attention.enter(chunk)
+    def forward(self, chunk: Chunk, descending: bool = False) -> Tensor:
+        self.attention.enter(chunk, descending)
         span = slice(chunk.start, chunk.stop)
         return self.model.hidden(self.ids[span], self.positions[span], self.attention)
 
@@ -278,7 +283,7 @@ def accumulate(
         if not back:
             if not chunk.leaf:
                 with torch.no_grad():
-                    walker.forward(chunk)
+                    walker.forward(chunk, descending=True)
             continue
         with torch.enable_grad():
             hidden = walker.forward(chunk)
