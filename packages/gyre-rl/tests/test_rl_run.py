@@ -15,8 +15,8 @@ from gyre_rl.run.batches import Member, build_group, count_branches
 from gyre_rl.run.bus import EventBus
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.run.feed import Feed
-from gyre_rl.run.resume import read_past
 from gyre_rl.run.metrics import summarise
+from gyre_rl.run.resume import read_past
 from gyre_rl.run.rollout import seed_of
 from gyre_rl.run.stream import TaskStream, group_index, group_name
 from gyre_rl.views import events as ev
