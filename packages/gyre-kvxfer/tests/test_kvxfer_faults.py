@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gyre_kvxfer import HostPool, KVLayout, MigrationServer, MovePolicy, MoveRefused, Pinned, migrate
+from gyre_kvxfer import HostPool, KVLayout, MigrationServer, MovePolicy, MoveRefused, Pinned, StateSpec, migrate
 from gyre_kvxfer import destination as d
 from gyre_kvxfer.channel import connect
 from gyre_kvxfer.messages import Commit, Freeze, Offer, Open, Refused, Released, decode, encode
@@ -438,6 +438,17 @@ def test_an_old_or_foreign_answer_moves_nothing():
     actions = machine.handle(d.Received(foreign, 0.1))
     assert machine.state == "failed"
     assert any(isinstance(a, d.DoCancel) for a in actions)
+
+
+async def test_a_session_with_recurrent_state_is_not_moved_without_it():
+    hybrid = replace(LAYOUT, states=(StateSpec("ssm", 2, 64),))
+    source, sink = filled(), HostPool(hybrid, 3)
+    source._layout = hybrid
+    async with MigrationServer(source, key=KEY) as server:
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+        assert report.code == "layout"
+        assert "recurrent" in report.reason
+        await check_stays(source, sink, 64, report)
 
 
 async def test_refusals_carry_the_engines_code():

@@ -80,6 +80,11 @@ class Copier:
     def __init__(
         self, access: Access, layout: KVLayout, regions: Sequence[Region], digest: str = "", finite: bool = False
     ) -> None:
+        if access.layout.states or layout.states:
+            names = sorted({x.name for x in (*access.layout.states, *layout.states)})
+            raise LayoutRefused(
+                explain("moving a session", f"recurrent state {names}", "attention KV only", "Prefill it instead.")
+            )
         self.nbytes = 0
         self._access, self._digest, self._finite = access, digest, finite
         self._sources = rank_pools(access.layout, access.regions)
