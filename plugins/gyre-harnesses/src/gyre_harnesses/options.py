@@ -45,6 +45,8 @@ class LocalOptions:
     """Added to the clean environment of every command."""
     memory_mb: int = 4096
     """Address space of one process; 0: unlimited (node, for one, reserves more than that)."""
+    total_memory_mb: int = 4096
+    """Of all processes of a workspace together; a command that exceeds it is ended. Looked at four times a second."""
     file_mb: int = 1024
     """Largest file."""
     disk_mb: int = 4096
@@ -65,6 +67,7 @@ class LocalOptions:
         _one_of(owner, "network", self.network, ("none", "host"))
         _positive(
             owner,
+            total_memory_mb=self.total_memory_mb,
             file_mb=self.file_mb,
             disk_mb=self.disk_mb,
             processes=self.processes,
@@ -144,7 +147,7 @@ class CommandOptions:
     """
 
     argv: tuple[str, ...] = ("false",)
-    """The program and its arguments, as the sandbox sees them. The default fails: there is no agent that is everybody's."""
+    """The program and its arguments, as the sandbox sees them. The default fails: say which program."""
     env: Mapping[str, str] = field(default_factory=dict)
     prompt_on_stdin: bool = False
     output_bytes: int = 1 << 16
@@ -169,6 +172,5 @@ class MiniSweOptions:
     """Its configuration: a name it knows, or a file."""
     model_prefix: str = "openai/"
     """Put before the model's name, to say which dialect is spoken."""
-    step_limit_is_turns: bool = True
     model_kwargs: Mapping[str, object] = field(default_factory=dict)
     """Added to the arguments of every model call."""

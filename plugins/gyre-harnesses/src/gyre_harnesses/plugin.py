@@ -31,6 +31,14 @@ def gyre_register() -> Iterable[Registration]:
             requires=("aiohttp",),
         ),
         Registration(
+            Kind.HARNESS,
+            "mini-swe",
+            "gyre_harnesses.mini_swe.harness:MiniSweHarness",
+            f"{_OPTIONS}:MiniSweOptions",
+            "mini-swe-agent unchanged, its commands run in the sandbox",
+            requires=("aiohttp",),
+        ),
+        Registration(
             Kind.SANDBOX,
             "local",
             "gyre_harnesses.sandbox.local:LocalSandbox",

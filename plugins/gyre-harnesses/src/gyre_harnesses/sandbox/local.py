@@ -214,6 +214,7 @@ class LocalSandbox:
             "network": options.network,
             "visible": list(options.visible),
             "memory_bytes": options.memory_mb * mb,
+            "total_bytes": options.total_memory_mb * mb,
             "file_bytes": options.file_mb * mb,
             "disk_bytes": options.disk_mb * mb,
             "processes": options.processes,

@@ -123,6 +123,22 @@ def _reap_orphans(but: int) -> None:
             return
 
 
+def memory_use(kept: Kept) -> int:
+    """Resident bytes of all that the keeper started; what is shared counts for each."""
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()] if kept.alone else _descendants()
+    except OSError:
+        return 0  # no /proc in this sandbox, which its problems say
+    total = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/statm") as file:
+                total += int(file.read().split()[1]) * resource.getpagesize()
+        except (OSError, IndexError):
+            continue
+    return total
+
+
 def disk_use(folders: tuple[str, ...]) -> int:
     """Bytes of disk below the folders, links not followed; what vanishes meanwhile is left out."""
     total, ahead = 0, list(folders)
@@ -220,6 +236,9 @@ class _Command:
         # Over already, or by now another user's: the wall limit still holds.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             resource.prlimit(process.pid, resource.RLIMIT_CPU, (cpu, cpu + 1))
+        # Should the host run out of memory, the command goes first, not the keeper.
+        with contextlib.suppress(OSError), open(f"/proc/{process.pid}/oom_score_adj", "w") as file:
+            file.write("1000")
         return process
 
     def _watch(self, process: subprocess.Popen[bytes], streams: list[_Stream], deadline: float) -> int | None:
@@ -282,6 +301,8 @@ class _Command:
         elif now >= self.disk_look:
             if disk_use(self.kept.watch) > self.kept.setup.disk_bytes:
                 self.limit = "disk"
+            elif memory_use(self.kept) > self.kept.setup.total_bytes:
+                self.limit = "memory"
             _reap_orphans(self.pid)
             self.disk_look = now + max(_LOOK_S, 10 * (time.monotonic() - now))
 

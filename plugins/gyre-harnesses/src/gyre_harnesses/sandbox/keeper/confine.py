@@ -31,6 +31,7 @@ class Setup:
     network: str
     visible: list[str]
     memory_bytes: int
+    total_bytes: int
     file_bytes: int
     disk_bytes: int
     processes: int

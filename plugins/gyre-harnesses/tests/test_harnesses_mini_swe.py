@@ -1,0 +1,94 @@
+"""The harness `mini-swe`: the real agent where its package is to be had, the protocol with a stand-in everywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import textwrap
+
+import pytest
+from gyre_core import ComponentContext, ExecutionJob, ExecutionStatus, InfrastructureError, Limits, ScorerSpec, Task
+from gyre_core.testing.endpoint import Call, Say, ScriptedEndpoint, in_order
+from gyre_core.testing.harnesses import HarnessConformance, HarnessRig, RecordedEvents
+from gyre_harnesses.mini_swe.harness import MiniSweHarness
+from gyre_harnesses.options import LocalOptions, MiniSweOptions
+from gyre_harnesses.sandbox.local import LocalSandbox
+
+PYTHON = os.environ.get("GYRE_TEST_MINI_SWE_PYTHON") or (
+    sys.executable if importlib.util.find_spec("minisweagent") else None
+)
+
+
+def rig(tmp_path, python):
+    context = ComponentContext(str(tmp_path), "test")
+    work = Say("I look.", [Call("bash", {"command": "cat in.txt > out"})])
+    done = Say("I submit.", [Call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})])
+    return HarnessRig(
+        lambda: MiniSweHarness(MiniSweOptions(python=python), context),
+        lambda: LocalSandbox(LocalOptions(), context),
+        works=[work, work, done],
+    )
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(PYTHON is None, reason="no interpreter with mini-swe-agent; set GYRE_TEST_MINI_SWE_PYTHON")
+class TestMiniSwe(HarnessConformance):
+    @pytest.fixture
+    def rig(self, tmp_path):
+        return rig(tmp_path, PYTHON)
+
+
+STAND_IN = """
+    #!{python}
+    import json, sys
+    job = json.loads(sys.stdin.readline())
+    assert job["model"] == "openai/scripted" and job["model_kwargs"]["api_base"].endswith("/v1"), job
+    print(json.dumps({{"ready": True}}), flush=True)
+    print(json.dumps({{"run": "echo $PWD; cat in.txt; exit 4", "cwd": "", "timeout": None}}), flush=True)
+    answer = json.loads(sys.stdin.readline())
+    print(json.dumps({{"end": {end}, "text": answer["output"] + str(answer["returncode"])}}), flush=True)
+"""
+
+
+async def run(tmp_path, end, limits=None):
+    python = tmp_path / "python"
+    python.write_text(textwrap.dedent(STAND_IN).lstrip().format(python=sys.executable, end=end))
+    python.chmod(0o755)
+    context = ComponentContext(str(tmp_path), "test")
+    sandbox = LocalSandbox(LocalOptions(), context)
+    try:
+        workspace = await sandbox.create("w", {"in.txt": b"1\n"})
+        async with ScriptedEndpoint(in_order({})) as endpoint:
+            job = ExecutionJob("e", Task("t", "p", ScorerSpec("files")), endpoint.address, limits or Limits())
+            harness = MiniSweHarness(MiniSweOptions(python=str(python)), context)
+            return await harness.run(job, workspace, RecordedEvents())
+    finally:
+        await sandbox.close()
+
+
+async def test_commands_go_to_the_sandbox_and_the_agents_word_is_kept(tmp_path):
+    end = await run(tmp_path, "'Submitted'")
+    assert (end.status, end.tool_calls) == (ExecutionStatus.COMPLETED, 1)
+    assert end.evidence["final"].endswith("1\n4")
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"), [("'LimitsExceeded'", "limit of turns"), ("'RepeatedFormatError'", "limit of unreadable")]
+)
+async def test_its_limits_are_statuses(tmp_path, end, reason):
+    ended = await run(tmp_path, end)
+    assert ended.status is ExecutionStatus.TIMEOUT
+    assert ended.reason.startswith(reason)
+
+
+async def test_its_crashes_are_ours(tmp_path):
+    with pytest.raises(InfrastructureError, match="RuntimeError"):
+        await run(tmp_path, "'RuntimeError'")
+    with pytest.raises(InfrastructureError, match="its process ended"):
+        await run(tmp_path, "1 / 0")
+
+
+async def test_its_time_is_limited(tmp_path):
+    end = await run(tmp_path, "__import__('time').sleep(600)", Limits(wall_s=1.5))
+    assert (end.status, end.reason) == (ExecutionStatus.TIMEOUT, "limit of time")
