@@ -194,3 +194,25 @@ def test_the_reference_page_of_the_events_is_what_the_dataclasses_say():
 
     file = Path(__file__).resolve().parents[3] / "docs" / "reference" / "events.md"
     assert file.read_text() == page(), "python -m gyre_rl.views.reference > docs/reference/events.md"
+
+
+def test_cells_that_came_up_before_the_run_began_are_kept():
+    from gyre_rl.views.timeline import timeline
+
+    events = [ev.CellStateChanged("c0#1", "TRAIN", core=True).at(5.0), BEGIN.at(7.0), ev.RunEnded("finished").at(9.0)]
+    assert fold(events).cells["c0"].state == "TRAIN"
+    line = timeline(events)
+    assert (line.start, line.lanes["c0"][0].seconds) == (5.0, 4.0)
+
+
+@given(st.lists(st.integers(0, 200_000), max_size=3), st.integers(0, 150_000))
+def test_a_torn_last_line_is_cut_and_nothing_else(tmp_path_factory, whole, torn):
+    from gyre_rl.views.log import cut_torn_tail
+
+    log = tmp_path_factory.mktemp("log") / "events.jsonl"
+    kept = b"".join(b"x" * size + b"\n" for size in whole)
+    log.write_bytes(kept + b"y" * torn)
+    assert cut_torn_tail(log) == torn
+    assert log.read_bytes() == kept
+    assert cut_torn_tail(log) == 0
+    assert cut_torn_tail(log.with_name("absent")) == 0

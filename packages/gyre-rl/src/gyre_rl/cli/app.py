@@ -83,21 +83,68 @@ def resume(
 
 @app.command()
 def check(
-    source: Source,
+    source: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A run's file or folder, a run directory, or rollouts.")
+    ],
     sets: Sets = [],  # noqa: B006
     elsewhere: Annotated[
         bool, typer.Option("--elsewhere", help="The run is for another machine: check the file alone.")
     ] = False,
     show: Annotated[bool, typer.Option("--show", help="Print the resolved configuration.")] = False,
+    model: Annotated[Path | None, typer.Option("--model", help="Recordings: folder of the tokenizer.")] = None,
+    notes: Annotated[bool, typer.Option("--notes", help="Recordings: show notes, too.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Check a run's file, its plugins' sections and this machine, and start nothing."""
+    """Check a run's file, its plugins' sections and this machine; or hold the laws against what was recorded."""
     console = Console(json, debug)
     with reported(console):
-        from gyre_rl.cli.checking import check_config
+        from gyre_rl.cli.recordings import is_recording, tito
 
-        check_config(source, sets, console, machine=not elsewhere, show=show)
+        if is_recording(source):
+            chosen = [*(["--notes"] if notes else []), *(["--model", str(model)] if model else [])]
+            tito("check", [str(source), *chosen], console)
+        else:
+            from gyre_rl.cli.checking import check_config
+
+            check_config(source, sets, console, machine=not elsewhere, show=show)
+
+
+@app.command()
+def tree(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory or a trajectory store.")],
+    execution: Annotated[str, typer.Argument(metavar="[EXECUTION]", help="Show its tree instead of the list.")] = "",
+    call: Annotated[int | None, typer.Option("--call", help="Show the tokens of this call's path.")] = None,
+    diff: Annotated[int | None, typer.Option("--diff", help="With --call: where that call and this one part.")] = None,
+    last: Annotated[int | None, typer.Option("--last", help="With --call: only the last so many tokens.")] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="Folder of the tokenizer, to show text.")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the executions of a run, or show one's trajectory tree down to its tokens."""
+    console = Console(json, debug)
+    with reported(console):
+        from gyre_rl.cli.recordings import tito
+
+        chosen = [str(source), *([execution] if execution else [])]
+        for name, value in (("--call", call), ("--diff", diff), ("--last", last), ("--model", model)):
+            chosen += [] if value is None else [name, str(value)]
+        tito("tree", chosen, console)
+
+
+@app.command()
+def replay(
+    run_dir: RunDir,
+    story: Annotated[str, typer.Option("--story", help="A cell, session, execution, group or lease.")] = "",
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Replay the scheduler's log; with --story, tell what happened to one thing, and why."""
+    console = Console(json, debug)
+    with reported(console):
+        from gyre_rl.cli.recordings import replay_scheduler
+
+        replay_scheduler(run_dir, story, console)
 
 
 @app.command()

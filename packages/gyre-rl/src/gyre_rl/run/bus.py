@@ -14,6 +14,7 @@ from pathlib import Path
 from gyre_core import EventSink, InfrastructureError
 
 from gyre_rl.views.events import Event, Notice, encode
+from gyre_rl.views.log import cut_torn_tail
 
 log = logging.getLogger("gyre.run")
 
@@ -23,13 +24,14 @@ class EventBus:
 
     def __init__(self, path: Path, sinks: Sequence[EventSink]) -> None:
         self._path, self._sinks = path, list(sinks)
+        cut_torn_tail(path)
         self._file = path.open("ab", buffering=0)
 
     def emit(self, event: Event) -> None:
         """Log and hand on; raises InfrastructureError when the log cannot be written."""
         record = event.at(time.time())
         try:
-            self._file.write(encode(record) + b"\n")
+            self._write(encode(record) + b"\n")
         except OSError as error:
             raise InfrastructureError(
                 f"writing the event log {self._path}",
@@ -43,6 +45,11 @@ class EventBus:
             except Exception:  # boundary: a broken sink must not stop the run
                 log.exception("an event sink failed and is dropped")
                 self._sinks.remove(sink)
+
+    def _write(self, line: bytes) -> None:
+        """All of it: an unbuffered file may take only a part of a line when the disk is nearly full."""
+        while line:
+            line = line[self._file.write(line) :]
 
     def notice(self, text: str, level: str = "warning") -> None:
         """Tell a person."""

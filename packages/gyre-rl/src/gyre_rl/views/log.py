@@ -6,6 +6,7 @@ which.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -31,3 +32,28 @@ def read_log(path: Path) -> list[RunEvent]:
     """All events of the JSON-lines file at `path`."""
     with path.open("rb") as lines:
         return list(decode_lines(lines))
+
+
+def cut_torn_tail(path: Path) -> int:
+    """Cut a last line that was not written whole (a full disk, a kill), so that appending goes on with a whole one.
+
+    Returns the bytes that were cut; 0 for a log that is whole or absent.
+    """
+    if not path.exists():
+        return 0
+    with path.open("rb+") as log:
+        size = log.seek(0, os.SEEK_END)
+        end = size
+        while end > 0:
+            start = max(0, end - _CHUNK)
+            log.seek(start)
+            newline = log.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        log.truncate(end)
+        return size - end
+
+
+_CHUNK = 1 << 16

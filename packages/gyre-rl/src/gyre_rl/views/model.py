@@ -159,15 +159,19 @@ def cell_name(cell: str) -> str:
 
 
 def _run_started(state: RunState, event: ev.RunStarted, time: float) -> RunState:
-    """A resume keeps what was counted and forgets what ran in processes that are gone."""
+    """A resume keeps what was counted and forgets what ran in processes that are gone.
+
+    The first start keeps the cells that came up before it.
+    """
     fresh = state if event.resumed else RunState()
+    cells = state.cells if state.run is None else {}
     return replace(
         fresh,
         time=time,
         run=event,
         started=time,
         ended=None,
-        cells={},
+        cells=cells,
         running={},
         samples=(),
         open_steps={},

@@ -104,8 +104,10 @@ class _Builder:
     def take(self, event: RunEvent) -> None:
         parsed = ev.parse(event)
         if isinstance(parsed, ev.RunStarted):
-            self._end_life(self.state.time, "cut")
-            self.lives.append(Life(event.time, event.time, parsed.resumed, "cut"))
+            if self.lives:
+                self._end_life(self.state.time, "cut")
+            begun = min((segment.start for segment in self.open.values()), default=event.time)
+            self.lives.append(Life(begun, event.time, parsed.resumed, "cut"))
         self.state = reduce(self.state, event)
         if parsed is None:
             return

@@ -1,0 +1,115 @@
+"""Small real runs of the quickstart's recipe, and what their event logs say."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from gyre_core import RunEvent
+from gyre_rl.config import RunConfig, load
+from gyre_rl.views import events as ev
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+SMALL = (
+    "steps=2",
+    "cells.count=3",
+    "tasks.train=64",
+    "tasks.heldout=4",
+    "eval.tasks=4",
+    "rollout.tasks_per_step=4",
+    "rollout.group_size=8",
+    "loss.micro_batch_tokens=512",
+    "trainer.keep_versions=20",
+    "scheduler.dwell_s=0.0",
+    "scheduler.switch_margin=0.0",
+    "scheduler.low=2.0",
+    "scheduler.high=3.0",
+)
+"""Marks above 1: a rollout cell may go however many sessions it has, so that short runs turn and move."""
+
+
+def small_config(run_dir: Path, *sets: str) -> RunConfig:
+    """The quickstart, cut down."""
+    return replace(load(QUICKSTART, [*SMALL, *sets]), dir=str(run_dir))
+
+
+@dataclass
+class Probe:
+    """A view that remembers, and may act on an event."""
+
+    act: Callable[[ev.Event], None] | None = None
+    seen: list[ev.Event] = field(default_factory=list)
+
+    def emit(self, event: RunEvent) -> None:
+        """Take an event."""
+        parsed = ev.parse(event)
+        if parsed is not None:
+            self.seen.append(parsed)
+            if self.act is not None:
+                self.act(parsed)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def of(self, kind: type) -> list:
+        """Events of one kind, in order."""
+        return [event for event in self.seen if isinstance(event, kind)]
+
+
+def pid_of(run_dir: Path, cell: str) -> int:
+    """Process id of a cell `name#incarnation` of the run."""
+    spec = str(run_dir / "procs" / (cell.replace("#", ".") + ".json"))
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                argv = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if spec.encode() in argv:
+                return int(entry.name)
+    raise LookupError(f"no process of {cell}")
+
+
+def kill(run_dir: Path, cell: str) -> None:
+    """kill -9."""
+    os.kill(pid_of(run_dir, cell), signal.SIGKILL)
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Every living process that names the run directory in its arguments."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if str(run_dir).encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def check_counted_once(events: Sequence[ev.Event], steps: int) -> None:
+    """Each applied step counted each of its micro-batches exactly once, over all lives of the run.
+
+    A core that died took its sum with it, so its step's contributions before the death do not count.
+    """
+    wanted: dict[int, dict[str, int]] = defaultdict(dict)
+    counted: dict[int, int] = defaultdict(int)
+    applied: list[int] = []
+    for event in events:
+        match event:
+            case ev.GroupReady():
+                wanted[event.step][event.group] = event.batches
+            case ev.Contributed():
+                counted[event.step] += event.batches
+            case ev.CellStateChanged(state="LOST", core=True):
+                counted[len(applied)] = 0
+            case ev.StepApplied():
+                applied.append(event.step)
+    assert applied == list(range(steps))
+    for step in applied:
+        assert counted[step] == sum(wanted[step].values()), f"step {step}"

@@ -1,0 +1,146 @@
+"""One real small run, and what must hold of what it recorded (DESIGN laws 5.1, 5.2 and section 8)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gyre_core import ComponentContext, GenerateRequest, SamplingParams, WeightSource
+from gyre_local.options import LocalEngineOptions, LocalTrainerOptions
+from gyre_local.serve.engine import LocalEngine
+from gyre_local.train.trainer import LocalTrainer
+from gyre_rl.ring import run
+from gyre_rl.run.batches import Member, build_group
+from gyre_rl.run.directory import RunDirectory
+from gyre_rl.views import events as ev
+from gyre_tito import Store
+from safetensors.torch import load_file
+from small import Probe, check_counted_once, processes_of, small_config
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.timeout(400)
+
+
+class FinishedRun:
+    def __init__(self, root: Path) -> None:
+        self.config = small_config(root)
+        self.probe = Probe()
+        self.summary = asyncio.run(run(self.config, view=self.probe))
+        self.directory = RunDirectory(root)
+        self.store = Store.open(self.directory.store)
+
+    def weights(self, version: int) -> str:
+        return str(self.directory.weights / f"v{version}") if version else str(self.config.model_dir)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory):
+    made = FinishedRun(tmp_path_factory.mktemp("run"))
+    yield made
+    made.store.close()
+
+
+def test_the_summary_says_what_the_log_says(finished: FinishedRun) -> None:
+    summary, probe = finished.summary, finished.probe
+    assert summary.status == "finished"
+    assert summary.steps == 2
+    assert summary.lost_calls == 0
+    assert summary.role_switches == sum(e.ok for e in probe.of(ev.Switched)) > 0
+    assert summary.sessions_rerouted == len(probe.of(ev.SessionMoved)) > 0
+    assert summary.kv_moved_sessions == sum(e.carried for e in probe.of(ev.SessionMoved)) > 0
+    assert summary.satellite_joins > 0
+    assert summary.partial_scores == sum(e.partial and e.score > 0 for e in probe.of(ev.ExecutionEnded))
+    before, after = probe.of(ev.Evaluated)
+    assert (summary.score_before, summary.score_after) == (before.score, after.score)
+    assert not probe.of(ev.Notice)
+
+
+def test_every_micro_batch_counts_once(finished: FinishedRun) -> None:
+    check_counted_once(finished.probe.seen, steps=2)
+
+
+def test_nothing_outlives_the_run(finished: FinishedRun) -> None:
+    assert processes_of(finished.directory.root) == []
+
+
+def test_recorded_logprobs_are_those_of_transformers(finished: FinishedRun) -> None:
+    """Law 5.1 in numbers: every token of every call that one version sampled, on the path that the engine saw."""
+    checked = 0
+    for version in range(3):
+        model = AutoModelForCausalLM.from_pretrained(finished.weights(version), dtype=torch.float32).eval()
+        for info in finished.store.executions():
+            tree = finished.store.load_tree(info.execution)
+            for call in finished.store.calls(info.execution):
+                if len(call.sampled_ids) == 0 or set(call.versions.tolist()) != {version}:
+                    continue
+                path = np.asarray(tree.path_ids(call.index))
+                assert path[call.prompt_len :].tolist() == call.sampled_ids.tolist()
+                checked += _compare(model, path, call)
+    sampled = sum(info.sampled_tokens for info in finished.store.executions())
+    assert checked > 0.95 * sampled
+
+
+def _compare(model, path, call) -> int:
+    with torch.no_grad():
+        logits = model(torch.as_tensor(path[None], dtype=torch.long)).logits[0].float()
+    logprobs = torch.log_softmax(logits, -1)[call.prompt_len - 1 : len(path) - 1]
+    ours = torch.as_tensor(call.logprobs)
+    theirs = logprobs.gather(1, torch.as_tensor(call.sampled_ids, dtype=torch.long)[:, None])[:, 0]
+    assert float((ours - theirs).abs().max()) < 1e-4
+    return len(call.sampled_ids)
+
+
+async def test_recorded_prompts_continue_greedily_as_in_transformers(finished: FinishedRun) -> None:
+    engine = LocalEngine(LocalEngineOptions(kv_tokens=8192), ComponentContext(".", "test"))
+    await engine.start(WeightSource(2, finished.weights(2)))
+    model = AutoModelForCausalLM.from_pretrained(finished.weights(2), dtype=torch.float32).eval()
+    names = [info.execution for info in finished.store.executions() if info.calls > 2][:12]
+    for name in names:
+        call = finished.store.calls(name)[-1]
+        prompt = np.asarray(finished.store.load_tree(name).path_ids(call.index))[: call.prompt_len]
+        request = GenerateRequest(name, name, prompt.tolist(), SamplingParams(12, temperature=0.0))
+        got = [token async for chunk in engine.generate(request) for token in chunk.token_ids]
+        ids = torch.as_tensor(prompt[None], dtype=torch.long)
+        expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, len(prompt) :]
+        assert got == expected.tolist()
+    await engine.close()
+
+
+async def test_the_weights_are_those_of_one_trainer_doing_everything(finished: FinishedRun, tmp_path: Path) -> None:
+    """Step 0 again from the store, by one trainer and in one contribution."""
+    options = finished.config.trainer.options
+    assert isinstance(options, LocalTrainerOptions)
+    trainer = LocalTrainer(options, ComponentContext(str(tmp_path), "alone", finished.config.seed))
+    await trainer.start(WeightSource(0, finished.weights(0)), core=True)
+    divisor, satellites = 0.0, finished.probe.of(ev.StepApplied)[0].satellites
+    ready = {event.group for event in finished.probe.of(ev.GroupReady) if event.step == 0}
+    for group in sorted(ready):
+        members = []
+        for info in finished.store.executions(group=group):
+            score = math.nan if info.score is None else info.score.value
+            tree = finished.store.load_tree(info.execution).to_arrays()
+            members.append(Member(info.execution, info.status.value, score, tree))
+        built = build_group(group, 0, members, finished.config.loss, trainer_version=0)
+        divisor += built.group.divisor
+        for batch in built.batches:
+            await trainer.accumulate(batch)
+    contribution = await trainer.export_contribution("all", 0, str(tmp_path))
+    await trainer.add_contribution(contribution)
+    result = await trainer.step(divisor)
+    alone = await trainer.publish(str(tmp_path / "weights"))
+    await trainer.close()
+    assert result.skipped is None
+    assert satellites > 0, "no satellite took part, so the run proves nothing"
+    ours, theirs = (load_file(Path(p) / "model.safetensors") for p in (finished.weights(1), alone.location))
+    start = load_file(Path(finished.weights(0)) / "model.safetensors")
+    moved = max(float((theirs[name] - start[name]).abs().max()) for name in theirs)
+    gap = max(float((theirs[name] - ours[name]).abs().max()) for name in theirs)
+    assert moved > 1e-5
+    assert gap < 0.05 * moved  # Adam's first step is lr * sign(g): rounding shows where a gradient is almost zero
