@@ -39,7 +39,7 @@ def cut_torn_tail(path: Path) -> int:
 
     Returns the bytes that were cut; 0 for a log that is whole or absent.
     """
-    if not path.exists():
+    if not path.is_file():
         return 0
     with path.open("rb+") as log:
         size = log.seek(0, os.SEEK_END)
@@ -52,7 +52,8 @@ def cut_torn_tail(path: Path) -> int:
                 end = start + newline + 1
                 break
             end = start
-        log.truncate(end)
+        if end < size:
+            log.truncate(end)
         return size - end
 
 
