@@ -77,6 +77,10 @@ class SchedConfig:
     max_retries: int = 2
     min_group: int = 2
     """A group trains with the members that are left if there are at least this many (or all of a smaller one)."""
+    batch_order: bool = False
+    """A step trains exactly the next ``groups_per_step`` groups in order of admission, as pipelines with fixed batches
+    do; otherwise those that end first, as far as staleness allows.
+    """
     cut_after_s: float | None = None
     """Executions are cut after this long."""
     cut_tail_share: float = 0.0

@@ -10,6 +10,7 @@ trains, and nothing is thrown away.
 from __future__ import annotations
 
 import heapq
+import itertools
 
 from . import checks
 from .commands import AdmitGroup, BuildGroup, CutExecution, DropGroup, GroupEvaluated, RetryExecution
@@ -168,6 +169,11 @@ def place(w: World) -> None:
     led, cfg = w.ledger, w.config
     if led.sealed or not led.ended:
         return
+    if cfg.batch_order:
+        for group in list(itertools.islice(led.outstanding.values(), cfg.groups_per_step - len(led.seated))):
+            if group.stage == "ended":
+                _seat(w, group)
+        return
     oldest = led.version - cfg.max_staleness
     overdue = 0
     for group in led.outstanding.values():
@@ -231,7 +237,7 @@ def cut_due(w: World) -> None:
 def _cut_tail(w: World) -> None:
     """All seats but overdue ones are taken, nothing is left to train: cut the tail if it is small enough."""
     led, cfg = w.ledger, w.config
-    if led.sealed or led.undone:
+    if led.sealed or led.ready:
         return
     late = [g for g in led.outstanding.values() if g.version <= led.version - cfg.max_staleness]
     if not late or len(late) + len(led.seated) < cfg.groups_per_step:

@@ -239,7 +239,9 @@ class Simulation:
         self._post(e.CallRequested(self.now, run.session, run.context + turn.fed))
 
     def _route(self, cmd: c.RouteCall) -> None:
-        run = self.runs[cmd.session]
+        run = self.runs.get(cmd.session)
+        if run is None:
+            return
         name = cmd.cell.name
         if run.cell is not None and run.cell != name:
             self.cells[run.cell].engine.forget(run.session)
@@ -261,7 +263,8 @@ class Simulation:
             return
         ended = cell.engine.take_due(self.now)
         for job in ended:
-            self._answered(self.runs[job.session], job.context)
+            if job.session in self.runs:
+                self._answered(self.runs[job.session], job.context)
         self._watch(cell)
 
     def _answered(self, run: _Run, context: int) -> None:
@@ -321,8 +324,10 @@ class Simulation:
         self._post(e.SwitchDone(self.now, cell.id, role, seconds))
 
     def _move(self, cmd: c.MoveSession) -> None:
+        run = self.runs.get(cmd.session)
+        if run is None:
+            return
         self.moves += 1
-        run = self.runs[cmd.session]
         src = self.cells[cmd.src.name]
         if cmd.interrupt:
             stopped = src.engine.abort(run.session, self.now)
