@@ -33,9 +33,7 @@ def strip(text: str) -> str:
 
 def committed() -> str:
     """The lock as git would commit it (its index entry), or the work tree's file outside a checkout."""
-    shown = subprocess.run(
-        ["git", "show", ":uv.lock"], cwd=LOCK.parent, capture_output=True, text=True, check=False
-    )
+    shown = subprocess.run(["git", "show", ":uv.lock"], cwd=LOCK.parent, capture_output=True, text=True, check=False)
     return shown.stdout if shown.returncode == 0 else LOCK.read_text()
 
 
