@@ -198,6 +198,61 @@ def doctor(
         examine(console)
 
 
+TaskSetName = Annotated[str, typer.Option("--tasks", help="Task set by name.")]
+TaskId = Annotated[str, typer.Option("--task", help="A task's id, or its last part.")]
+Split = Annotated[str | None, typer.Option("--split", help="Split to look in; heldout and train when absent.")]
+Bench = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="An option: --set tasks.seed=3, --set limits.max_turns=9."),
+]
+
+
+@app.command()
+def score(
+    tasks: TaskSetName,
+    task: TaskId,
+    workspace: Annotated[
+        Path | None, typer.Option("--workspace", help="Folder to judge; the task's own start.")
+    ] = None,
+    split: Split = None,
+    sets: Bench = [],  # noqa: B006
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Judge a folder as if an agent had left it."""
+    console = Console(json, debug)
+    with reported(console):
+        from gyre_rl.cli import authoring
+
+        authoring.score(authoring.make_bench(tasks, sets), task, workspace, split, console)
+
+
+@app.command()
+def agent(
+    tasks: TaskSetName,
+    task: TaskId,
+    base_url: Annotated[str, typer.Option("--base-url", help="OpenAI-compatible end point; ends in /v1.")],
+    model: Annotated[str, typer.Option("--model", help="Name of the model there.")],
+    api_key: Annotated[str, typer.Option("--api-key", help="Key for the end point.")] = "none",
+    temperature: Annotated[float, typer.Option("--temperature")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    keep: Annotated[Path | None, typer.Option("--keep", help="Copy the workspace into this folder.")] = None,
+    split: Split = None,
+    sets: Bench = [],  # noqa: B006
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Let one agent work on a task against any end point, show it live, and judge what it left."""
+    console = Console(json, debug)
+    with reported(console):
+        from gyre_core.agents import ModelEndpoint
+
+        from gyre_rl.cli import authoring
+
+        bench, endpoint = authoring.make_bench(tasks, sets), ModelEndpoint(base_url, api_key, model)
+        authoring.agent(bench, task, endpoint, console, split=split, temperature=temperature, seed=seed, keep=keep)
+
+
 @app.command()
 def report(
     run_dir: RunDir,

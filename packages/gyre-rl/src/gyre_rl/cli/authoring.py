@@ -1,0 +1,218 @@
+"""`gyre score` and `gyre agent`: what people do while they write a task.
+
+One judges a folder as if an agent had left it; the other lets one agent work on one task against any OpenAI-compatible
+end point, shows it live and judges what it left. Invariant: both use the sandbox, the scorer and the harness that a run
+would use, and leave nothing behind but the folder that was asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gyre_core.agents import ExecutionJob, Harness, ModelEndpoint, Sandbox, Scorer, ScoringJob, Workspace
+from gyre_core.errors import ConfigError
+from gyre_core.execution import ExecutionEnd, ExecutionStatus, Limits, Purpose, Score, Task, TaskSet
+from gyre_core.plugins import PluginManager
+from gyre_core.registration import ComponentContext, Kind
+
+from gyre_rl.cli.console import FAILED, Console
+from gyre_rl.config import PluginChoice, RunConfigError
+from gyre_rl.config.convert import Converter
+from gyre_rl.config.load import merge, set_layer
+from gyre_rl.config.problems import nearest
+
+SPLITS = ("heldout", "train")
+DEFAULTS = {Kind.HARNESS: "shell", Kind.SANDBOX: "local"}
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The components that a task is tried with, chosen by name and `--set`."""
+
+    plugins: PluginManager
+    tasks: PluginChoice
+    sandbox: PluginChoice
+    harness: PluginChoice
+    limits: Limits
+
+    def make(self, kind: Kind, choice: PluginChoice, folder: str) -> Any:
+        """An instance that may use `folder`."""
+        return self.plugins.create(kind, choice.name, choice.options, ComponentContext(folder, "bench", base_dir="."))
+
+
+def make_bench(tasks: str, sets: Sequence[str], plugins: PluginManager | None = None) -> Bench:
+    """Check names and options; RunConfigError with every problem."""
+    plugins = plugins or PluginManager.installed()
+    table: dict[str, Any] = {"tasks": {"name": tasks}}
+    places: dict[str, str] = {}
+    for text in sets:
+        layer = set_layer(text)
+        table = merge(table, layer.table)
+        places.update(layer.places)
+    converter = Converter(plugins.options_type, lambda path: places.get(path, ""))
+    for key in set(table) - {"tasks", "sandbox", "harness", "limits"}:
+        converter.report(key, "unknown key; expected tasks, sandbox, harness or limits")
+    chosen = {
+        kind: converter.choice(kind, table.get(key, {}), key, DEFAULTS.get(kind))
+        for kind, key in ((Kind.TASKSET, "tasks"), (Kind.SANDBOX, "sandbox"), (Kind.HARNESS, "harness"))
+    }
+    limits = converter.build(Limits, table.get("limits", {}), "limits")
+    if converter.problems:
+        raise RunConfigError("of the command line", converter.problems)
+    return Bench(plugins, chosen[Kind.TASKSET], chosen[Kind.SANDBOX], chosen[Kind.HARNESS], limits)  # type: ignore[arg-type]
+
+
+def find_task(taskset: TaskSet, name: str, split: str | None = None) -> Task:
+    """The task whose id is `name`, or ends in "/name"; ConfigError naming the nearest one."""
+    known: dict[str, Task] = {}
+    for each in (split,) if split else SPLITS:
+        try:
+            known.update({task.id: task for task in taskset.tasks(each)})
+        except ValueError:
+            if split:
+                raise
+    found = [task for key, task in known.items() if key == name or key.endswith(f"/{name}")]
+    if len(found) == 1:
+        return found[0]
+    near = nearest(name, known)
+    some = ", ".join([near] if near else list(known)[:5])
+    raise ConfigError(
+        f"looking for the task {name!r}",
+        got=f"{len(found)} tasks of that name" if found else f"none among {len(known)} tasks",
+        expected=f"a task's id such as {some}" if some else "a task set with tasks",
+    )
+
+
+def folder_files(folder: Path) -> dict[str, bytes]:
+    """Every regular file below `folder`, by relative path; links are left out."""
+    if not folder.is_dir():
+        raise ConfigError("reading the workspace", got=f"{folder}, which is no folder", expected="a folder")
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+async def judge(bench: Bench, task: Task, end: ExecutionEnd, workspace: Workspace, folder: str) -> Score:
+    """What the workspace earns."""
+    scorer: Scorer = bench.make(Kind.SCORER, PluginChoice(task.scorer.name), folder)
+    return await scorer.score(ScoringJob(task, end), workspace)
+
+
+def score(bench: Bench, name: str, folder: Path | None, split: str | None, console: Console) -> None:
+    """Judge a folder (or the task's own beginning) and print each milestone."""
+
+    async def work(scratch: str) -> tuple[Task, Score]:
+        task = find_task(bench.make(Kind.TASKSET, bench.tasks, scratch), name, split)
+        sandbox: Sandbox = bench.make(Kind.SANDBOX, bench.sandbox, scratch)
+        try:
+            workspace = await sandbox.create("score", task.files if folder is None else folder_files(folder))
+            end = ExecutionEnd(ExecutionStatus.COMPLETED, "judged by hand")
+            return task, await judge(bench, task, end, workspace, scratch)
+        finally:
+            await sandbox.close()
+
+    with tempfile.TemporaryDirectory(prefix="gyre-score-") as scratch:
+        task, result = asyncio.run(work(scratch))
+    console.result({"ok": True, "task": task.id, **as_plain(result)}, f"{task.id}\n{as_text(result)}")
+
+
+@dataclass(slots=True)
+class Told:
+    """A harness's events, each a line on standard error."""
+
+    console: Console
+    began: float = field(default_factory=time.monotonic)
+
+    def _say(self, session: str, text: str) -> None:
+        self.console.say(f"[{time.monotonic() - self.began:7.1f} s] {session}: {text}")
+
+    def turn(self, session: str, number: int) -> None:
+        """A model call was answered."""
+        self._say(session, f"turn {number}")
+
+    def tool_started(self, session: str, name: str) -> None:
+        """The session waits for a tool."""
+        self._say(session, f"{name} ...")
+
+    def tool_ended(self, session: str, name: str, seconds: float) -> None:
+        """The tool ended."""
+        self._say(session, f"{name} took {seconds:.2f} s")
+
+    def compacted(self, session: str) -> None:
+        """The history was rewritten."""
+        self._say(session, "history compacted")
+
+
+def agent(
+    bench: Bench,
+    name: str,
+    endpoint: ModelEndpoint,
+    console: Console,
+    *,
+    split: str | None = None,
+    temperature: float = 1.0,
+    seed: int = 0,
+    keep: Path | None = None,
+) -> None:
+    """Let one agent work on a task, show it, judge what it left; exit status 1 when it failed by our fault."""
+
+    async def work(scratch: str) -> tuple[ExecutionEnd, Score | None]:
+        task = find_task(bench.make(Kind.TASKSET, bench.tasks, scratch), name, split)
+        harness: Harness = bench.make(Kind.HARNESS, bench.harness, scratch)
+        sandbox: Sandbox = bench.make(Kind.SANDBOX, bench.sandbox, scratch)
+        job = ExecutionJob("agent-1", task, endpoint, bench.limits, Purpose.EVAL, seed, temperature)
+        try:
+            workspace = await sandbox.create("agent", task.files)
+            end = await harness.run(job, workspace, Told(console))
+            failed = end.status is ExecutionStatus.FAILED
+            result = None if failed else await judge(bench, task, end, workspace, scratch)
+            if keep is not None:
+                await copy_out(workspace, keep)
+            return end, result
+        finally:
+            close = getattr(harness, "aclose", None)
+            if close is not None:
+                await close()
+            await sandbox.close()
+
+    with tempfile.TemporaryDirectory(prefix="gyre-agent-") as scratch:
+        end, result = asyncio.run(work(scratch))
+    told = {"status": end.status.value, "reason": end.reason, "turns": end.turns, "tool_calls": end.tool_calls}
+    text = f"{end.status}: {end.reason} ({end.turns} turns, {end.tool_calls} tool calls)"
+    scored = {} if result is None else as_plain(result)
+    console.result(
+        {"ok": result is not None, **told, **scored}, text if result is None else f"{text}\n{as_text(result)}"
+    )
+    if result is None:
+        sys.exit(FAILED)
+
+
+async def copy_out(workspace: Workspace, target: Path) -> None:
+    """Every file of the workspace, below `target`."""
+    for path in await workspace.list():
+        file = target / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(await workspace.read(path, limit=1 << 30))
+
+
+def as_plain(score: Score) -> dict[str, Any]:
+    """A score as JSON-able data."""
+    milestones = [
+        {"name": m.name, "passed": m.passed, "weight": m.weight, "evidence": m.evidence} for m in score.milestones
+    ]
+    return {"score": score.value, "complete": score.complete, "why": score.why, "milestones": milestones}
+
+
+def as_text(score: Score) -> str:
+    """A score for a person: each milestone with its evidence."""
+    lines = [
+        f"  {'passed' if m.passed else 'missed'}  {m.name}" + (f"  ({m.evidence})" if m.evidence else "")
+        for m in score.milestones
+    ]
+    return "\n".join([*lines, f"score {score.value:.3f}"])

@@ -1,0 +1,103 @@
+"""`gyre score` and `gyre agent` with the real task set, sandbox, harness and scorer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import pytest
+from gyre_core import ConfigError, PluginError, PluginManager
+from gyre_core.testing.endpoint import Call, Say, ScriptedEndpoint, in_order
+from gyre_rl.cli.authoring import agent, find_task, make_bench, score
+from gyre_rl.cli.console import Console
+from gyre_rl.config import RunConfigError
+
+
+@pytest.fixture(scope="module")
+def bench():
+    try:
+        return make_bench("files", ["tasks.heldout=3", "tasks.train=3"], PluginManager.installed())
+    except PluginError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def task(bench, tmp_path):
+    from gyre_core import Kind
+
+    return bench.make(Kind.TASKSET, bench.tasks, str(tmp_path)).tasks("heldout")[0]
+
+
+def answer(capsys):
+    (line,) = capsys.readouterr().out.splitlines()
+    return json.loads(line)
+
+
+def test_a_folder_is_judged_by_what_stands_in_it(bench, task, tmp_path, capsys):
+    score(bench, task.id, None, None, Console(json=True))
+    nothing = answer(capsys)
+    assert nothing["score"] == 0.0
+    assert not any(m["passed"] for m in nothing["milestones"])
+    milestones = task.scorer.options["milestones"]
+    for number, milestone in enumerate(milestones, 1):
+        file = tmp_path / milestone["path"]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(milestone["content"])
+        score(bench, task.id, tmp_path, "heldout", Console(json=True))
+        assert answer(capsys)["score"] == pytest.approx(number / len(milestones))
+
+
+def test_wrong_names_are_told_with_the_nearest(bench, task, tmp_path):
+    from gyre_core import Kind
+
+    taskset = bench.make(Kind.TASKSET, bench.tasks, str(tmp_path))
+    with pytest.raises(ConfigError, match=task.id):
+        find_task(taskset, task.id + "x")
+    with pytest.raises(ValueError, match="split"):
+        find_task(taskset, task.id, "nowhere")
+    with pytest.raises(ConfigError, match="no folder"):
+        score(bench, task.id, tmp_path / "nowhere", None, Console())
+    with pytest.raises(RunConfigError, match=r"--set tasks\.sed=3: tasks\.sed: unknown key; did you mean 'seed'"):
+        make_bench("files", ["tasks.sed=3"])
+    with pytest.raises(RunConfigError, match="unknown key; expected tasks, sandbox, harness or limits"):
+        make_bench("files", ["rollout.group_size=3"])
+
+
+class Served:
+    """A scripted end point in a thread of its own, for code that runs an event loop itself."""
+
+    def __init__(self, answers):
+        self.answers, self.ready, self.done = answers, threading.Event(), None
+
+    def __enter__(self):
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()))
+        self.thread.start()
+        assert self.ready.wait(30)
+        return self.address
+
+    async def serve(self):
+        self.loop, self.done = asyncio.get_running_loop(), asyncio.Event()
+        async with ScriptedEndpoint(in_order({"main": self.answers})) as endpoint:
+            self.address = endpoint.address
+            self.ready.set()
+            await self.done.wait()
+
+    def __exit__(self, *_):
+        self.loop.call_soon_threadsafe(self.done.set)
+        self.thread.join()
+
+
+def test_an_agent_is_shown_and_judged(bench, task, tmp_path, capsys):
+    milestones = task.scorer.options["milestones"]
+    first = milestones[0]
+    command = f"mkdir -p $(dirname {first['path']}); printf '%s' '{first['content']}' > {first['path']}"
+    with Served([Say(calls=[Call("bash", {"command": command})]), Say("done")]) as address:
+        agent(bench, task.id, address, Console(json=True), keep=tmp_path / "kept")
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
+    assert told["status"] == "completed"
+    assert told["score"] == pytest.approx(1 / len(milestones))
+    assert "main: turn 1" in captured.err
+    assert "bash took" in captured.err
+    assert (tmp_path / "kept" / first["path"]).read_text() == first["content"]
