@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gyre_loss as gl
 import numpy as np
 import pytest
@@ -164,3 +166,74 @@ def test_a_batch_without_entries_is_refused():
     )
     with pytest.raises(ValueError, match="without loss entries"):
         gl.tree_loss(LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)), context, gl.PolicyLoss())
+
+
+def mixture() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        **SIZES,
+        **HEADS,
+        head_dim=8,
+        moe_intermediate_size=12,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.5)
+    return model
+
+
+def own_choice(model: nn.Module, batch: gl.TreeBatch) -> np.ndarray:
+    """The experts that the model itself picks for each token of the batch, int16[N, layers, k]."""
+    from gyre_loss.experts import routers
+
+    seen: list[torch.Tensor] = []
+    hooks = [router.register_forward_hook(lambda m, i, out: seen.append(out[2])) for router in routers(model)]
+    gl.token_logprobs(model, batch, options=Options(replay_experts=False))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(seen, 1).numpy().astype(np.int16)
+
+
+def test_recorded_experts_are_replayed_by_every_method():
+    model, plain = mixture(), forked()
+    own = own_choice(model, plain)
+    want = gl.token_logprobs(model, plain)
+    np.testing.assert_allclose(gl.token_logprobs(model, replace(plain, routed_experts=own)), want, atol=1e-6)
+    other = replace(plain, routed_experts=((own + 1) % 4).astype(np.int16))
+    moved = gl.token_logprobs(model, other, method="branches")
+    assert np.abs(moved - want).max() > 1e-3, "another routing is another network"
+    for method in ("packed", "dfs"):
+        got = gl.token_logprobs(model, other, method=method, options=Options(chunk_tokens=2))
+        np.testing.assert_allclose(got, moved, atol=1e-5)
+    silent = replace(plain, routed_experts=np.full_like(own, -1))
+    np.testing.assert_allclose(gl.token_logprobs(model, silent), want, atol=1e-6)
+    gl.accumulate(model, other, gl.PolicyLoss())
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (np.zeros((12, 3, 2), np.int16), "2 top-k routers in the model; expected 3"),
+        (np.zeros((12, 2, 1), np.int16), r"recorded experts \(12, 1\) in layer 0; expected \(12, 2\)"),
+        (np.full((12, 2, 2), 9, np.int16), "expert 9 in layer 0; expected experts below 4"),
+    ],
+)
+def test_experts_that_do_not_fit_are_named(experts, message):
+    with pytest.raises(ValueError, match=message):
+        gl.token_logprobs(mixture(), replace(forked(), routed_experts=experts))
+
+
+def test_experts_for_a_dense_model_are_refused():
+    batch = replace(forked(), routed_experts=np.zeros((12, 2, 2), np.int16))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+    with pytest.raises(ValueError, match="0 top-k routers"):
+        gl.token_logprobs(model, batch)
+    gl.token_logprobs(model, batch, options=Options(replay_experts=False))

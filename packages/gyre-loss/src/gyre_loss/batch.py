@@ -187,6 +187,8 @@ def _check_entries(batch: TreeBatch) -> None:
             f"at most execution_tokens[{bad}] = {batch.execution_tokens[bad]}",
         )
     experts = batch.routed_experts
+    if experts is not None and experts.dtype != np.int16:
+        fail(_DOING, f"routed_experts has dtype {experts.dtype}", "int16")
     if experts is not None and (experts.ndim != 3 or experts.shape[0] != batch.tokens):
         fail(_DOING, f"routed_experts has shape {experts.shape}", f"({batch.tokens}, layers, experts per token)")
 

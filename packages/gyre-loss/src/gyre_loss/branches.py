@@ -14,12 +14,13 @@ from gyre_loss.batch import TreeBatch
 from gyre_loss.layout import paths
 from gyre_loss.logprob import Logprobs, accumulator, linear_logprob
 from gyre_loss.model import TreeModel
-from gyre_loss.terms import Targets
+from gyre_loss.terms import Targets, recorded_experts
 
 
 def logprobs(model: TreeModel, batch: TreeBatch, targets: Targets, temperature: float, entropy: bool) -> Logprobs:
     """Log-probabilities [U] (and entropies) of the batch's targets, with gradient."""
     head = model.head()
+    experts = recorded_experts(batch, model.device)
     done = np.zeros(batch.tokens, np.bool_)
     token_of, values, entropies = [], [], []
     is_target = np.zeros(batch.tokens, np.bool_)
@@ -32,7 +33,7 @@ def logprobs(model: TreeModel, batch: TreeBatch, targets: Targets, temperature: 
         token_of.append(path[mine])
         ids = torch.from_numpy(batch.token_ids[path].astype(np.int64)).to(model.device)
         at = torch.from_numpy(mine).to(model.device)
-        hidden = model.causal_hidden(ids)[at - 1]
+        hidden = model.causal_hidden(ids, None if experts is None else experts[path])[at - 1]
         if head.group is not None:
             part = linear_logprob(
                 hidden, head.weight, ids[at], temperature=temperature, entropy=entropy, group=head.group

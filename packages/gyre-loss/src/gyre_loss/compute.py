@@ -9,7 +9,7 @@ step. Nothing here divides by the number of tasks; the core does, once.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,18 +43,19 @@ class LossResult:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to compute, without effect on the result.
+    """How to compute; but for ``replay_experts`` without effect on the result.
 
     ``attention``: ``"auto"``, ``"dense"``, ``"blocked"``, ``"flex"`` (packed only). ``chunk_tokens``: tokens whose
     activations are alive at a time (dfs only). ``recurrent``: ``"error"`` or ``"branches"``, what to do with models
-    that packed and dfs cannot compute. ``entropy``: whether to measure entropies where the objective does not need
-    them.
+    that packed and dfs cannot compute. ``replay_experts``: route as the engine recorded, where the batch says how.
+    ``entropy``: whether to measure entropies where the objective does not need them.
     """
 
     attention: str = "auto"
     chunk_tokens: int = 2048
     recurrent: str = "error"
     entropy: bool = True
+    replay_experts: bool = True
 
 
 _DEFAULT = Options()
@@ -76,7 +77,7 @@ def tree_loss(
     ``accumulate`` avoids the copy. Raises ValueError for unknown methods, RecurrentLayersError for models that the
     method cannot compute.
     """
-    adapter, method = _prepare(model, batch, method, options)
+    adapter, batch, method = _prepare(model, batch, method, options)
     if method == "dfs":
         with adapter.session():
             done = dfs.loss(adapter, batch, objective, temperature, options.chunk_tokens, options.entropy)
@@ -104,7 +105,7 @@ def accumulate(
     options: Options = _DEFAULT,
 ) -> LossResult:
     """``tree_loss`` and backward in one: adds the summed gradient to ``.grad``; the loss comes back detached."""
-    adapter, method = _prepare(model, batch, method, options)
+    adapter, batch, method = _prepare(model, batch, method, options)
     if method == "dfs":
         with adapter.session():
             done = dfs.accumulate(adapter, batch, objective, temperature, options.chunk_tokens, options.entropy)
@@ -128,7 +129,7 @@ def token_logprobs(
     """The model's log-probability of every entry's token, float64[E]: to compare with ``batch.entry_logprob``, or to
     fill ``entry_proximal`` and ``entry_reference``.
     """
-    adapter, method = _prepare(model, batch, method, options)
+    adapter, batch, method = _prepare(model, batch, method, options)
     place = Layout.of(batch)
     targets = Targets.of(batch, place)
     if method == "dfs":
@@ -141,7 +142,7 @@ def token_logprobs(
     return values
 
 
-def _prepare(model: object, batch: TreeBatch, method: str, options: Options) -> tuple[TreeModel, str]:
+def _prepare(model: object, batch: TreeBatch, method: str, options: Options) -> tuple[TreeModel, TreeBatch, str]:
     doing = "computing a tree loss"
     if method not in METHODS:
         fail(doing, f"method {method!r}", f"one of {METHODS}")
@@ -154,4 +155,6 @@ def _prepare(model: object, batch: TreeBatch, method: str, options: Options) -> 
         if options.recurrent == "error":
             refuse_recurrent(adapter, method)
         method = "branches"
-    return adapter, method
+    if not options.replay_experts:
+        batch = replace(batch, routed_experts=None)
+    return adapter, batch, method

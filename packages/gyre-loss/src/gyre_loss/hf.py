@@ -10,7 +10,7 @@ terms are refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gyre_loss._check import fail
 from gyre_loss.attention import Attention
+from gyre_loss.experts import replaying
 from gyre_loss.model import Head, TreeModel
 
 NAME = "gyre_tree"
@@ -105,7 +106,9 @@ class HFTreeModel:
             return () if has_attention else tuple(range(self.layers))
         return tuple(index for index, kind in enumerate(kinds) if kind not in _ATTENTION_LAYERS)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def hidden(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, experts: Tensor | None = None
+    ) -> Tensor:
         """Final hidden states [n, h], each layer's attention computed by ``attention``."""
         if torch.is_grad_enabled() and self._config._attn_implementation != NAME and self._checkpoints():
             fail(
@@ -114,15 +117,24 @@ class HFTreeModel:
                 "forward and backward inside one session",
                 "Use accumulate(), or put tree_loss and backward in `with HFTreeModel(model).session():`.",
             )
-        with self.session():
+        with self.session(), self._routed(experts):
             output = self._base(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, gyre_attention=attention
             )
         return cast(Tensor, output.last_hidden_state)[0]
 
-    def causal_hidden(self, token_ids: Tensor) -> Tensor:
+    def causal_hidden(self, token_ids: Tensor, experts: Tensor | None = None) -> Tensor:
         """Final hidden states [n, h] of one sequence, by the attention that the model came with."""
-        return cast(Tensor, self._base(input_ids=token_ids[None], use_cache=False).last_hidden_state)[0]
+        with self._routed(experts):
+            output = self._base(input_ids=token_ids[None], use_cache=False)
+        return cast(Tensor, output.last_hidden_state)[0]
+
+    def _routed(self, experts: Tensor | None) -> AbstractContextManager[None]:
+        if experts is None:
+            return nullcontext()
+        if torch.is_grad_enabled() and self._checkpoints():
+            fail(_DOING, "recorded experts and gradient checkpointing", "one of them", "Switch checkpointing off.")
+        return replaying(self._base, experts)
 
     def head(self) -> Head:
         """The model's output embeddings."""

@@ -51,10 +51,15 @@ class TreeModel(Protocol):
     def recurrent_layers(self) -> tuple[int, ...]:
         """Layers that carry state other than by attention over tokens."""
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Final hidden states [n, h], normalised, of int64[n] tokens at int64[n] positions."""
+    def hidden(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, experts: Tensor | None = None
+    ) -> Tensor:
+        """Final hidden states [n, h], normalised, of int64[n] tokens at int64[n] positions.
 
-    def causal_hidden(self, token_ids: Tensor) -> Tensor:
+        ``experts`` int64[n, layers, k]: recorded routing to replay (-1: the router's own), or None.
+        """
+
+    def causal_hidden(self, token_ids: Tensor, experts: Tensor | None = None) -> Tensor:
         """Final hidden states [n, h] of one plain sequence int64[n], by the model's own attention."""
 
     def head(self) -> Head:

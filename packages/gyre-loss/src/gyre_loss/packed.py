@@ -12,7 +12,7 @@ from gyre_loss.batch import TreeBatch
 from gyre_loss.layout import Layout
 from gyre_loss.logprob import Logprobs, linear_logprob
 from gyre_loss.model import TreeModel
-from gyre_loss.terms import Targets
+from gyre_loss.terms import Targets, recorded_experts
 
 
 def logprobs(
@@ -28,7 +28,7 @@ def logprobs(
     device = model.device
     ids = torch.from_numpy(batch.token_ids.astype("int64")).to(device)
     positions = torch.from_numpy(place.position).to(device)
-    hidden = model.hidden(ids, positions, choose(batch, place, device, attention))
+    hidden = model.hidden(ids, positions, choose(batch, place, device, attention), recorded_experts(batch, device))
     rows = torch.from_numpy(targets.row).to(device)
     wanted = ids[torch.from_numpy(targets.token).to(device)]
     head = model.head()

@@ -37,6 +37,13 @@ class Targets:
         return cls(token, place.previous[token], of_entry.reshape(-1))
 
 
+def recorded_experts(batch: TreeBatch, device: torch.device) -> Tensor | None:
+    """int64[N, layers, k] of the batch's recorded experts, or None."""
+    if batch.routed_experts is None:
+        return None
+    return torch.from_numpy(batch.routed_experts.astype(np.int64)).to(device)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightedLoss:
     """``loss``, float64 scalar with gradient: the weighted sum; ``metrics`` of the entries."""
