@@ -83,10 +83,10 @@ _QWENGYRE = Preset(
         Published("colocate", "elastic", 1.85, "QwenGyre: 1.85x against colocation"),
     ),
     fitted=(
-        "three numbers: the overall speed (step_s, prefill_tps, train_tps and pause_s scaled together) so
-        that the " "static split takes 134.55 h; train_tps against sampling so that colocation takes
-        1.85/1.78 of that; and the " "length of the tail (task_sigma, max_turns) within what is published
-        about agents' lengths" ),
+        "three things: the overall speed (step_s, prefill_tps, train_tps and pause_s scaled together) so that the "
+        "static split takes 134.55 h; train_tps against sampling so that colocation takes 1.85/1.78 of that; "
+        "and the length of the tail (task_sigma, max_turns) within what is published about agents' lengths"
+    ),
     assumed="16 cells; a turn stands for about 40 real ones; switches and syncs as others reported for
     smaller models", cut_tail_share=0.15,
 )
