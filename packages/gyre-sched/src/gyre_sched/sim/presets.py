@@ -87,8 +87,8 @@ _QWENGYRE = Preset(
         "static split takes 134.55 h; train_tps against sampling so that colocation takes 1.85/1.78 of that; "
         "and the length of the tail (task_sigma, max_turns) within what is published about agents' lengths"
     ),
-    assumed="16 cells; a turn stands for about 40 real ones; switches and syncs as others reported for
-    smaller models", cut_tail_share=0.15,
+    assumed="16 cells; a turn stands for about 40 real ones; switches and syncs as published for smaller models",
+    cut_tail_share=0.15,
 )
 
 _VERL_SWITCH = Preset(
@@ -308,8 +308,8 @@ _LAPTOP = Preset(
 )
 
 PRESETS: dict[str, Preset] = {
-    p.name: p for p in (_QWENGYRE, _VERL_SWITCH, _VERL_V1, _VERL_DYNAMIC, _ROLLPACKER, _LAMINAR, _HEDDLE,
-    _LAPTOP) }
+    p.name: p for p in (_QWENGYRE, _VERL_SWITCH, _VERL_V1, _VERL_DYNAMIC, _ROLLPACKER, _LAMINAR, _HEDDLE, _LAPTOP)
+}
 """Presets by name."""
 
 
