@@ -205,3 +205,46 @@ async def test_chunks_put_together_equal_the_call_in_one(engines: Any, ask: Any)
     assert small.logprobs == large.logprobs
     assert len(large.chunks) == 1 < len(small.chunks)
     assert np.isfinite(small.logprobs).all()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.3), ("float64", 1e-4)])
+async def test_other_dtypes_stay_near_float32(dtype: str, bound: float, engines: Any, oracle_of: Any, ask: Any) -> None:
+    """bfloat16 has 8 bits: its logprobs differ, but not wildly; float64 only by float32's own rounding."""
+    engine = await engines(dtype=dtype)
+    prompt = prompt_of(60)
+    result = await ask(engine, prompt, 20)
+    rows = oracle_of().logprobs(prompt + result.ids)[len(prompt) - 1 : -1]
+    gaps = [abs(float(row[t]) - x) for row, t, x in zip(rows, result.ids, result.logprobs, strict=True)]
+    assert float(np.mean(gaps)) < bound
+    assert engine.kv_shape().dtype == dtype
+    assert sum(r.nbytes for r in engine.kv_regions()) == 4096 * 3 * 2 * 2 * 24 * {"bfloat16": 2, "float64": 8}[dtype]
+
+
+async def test_a_session_may_fill_the_whole_pool(engines: Any, oracle_of: Any, ask: Any) -> None:
+    """Every block is the session's own cached context: the next turn must still find room, tail and all."""
+    engine = await engines(kv_tokens=128)
+    context = prompt_of(100)
+    for turn, room in enumerate((12, 6, 4)):
+        result = await asyncio.wait_for(ask(engine, context, room, name=f"t{turn}", session="s"), 60)
+        assert_equal_to(oracle_of(), context, result)
+        context = [*context, *result.ids]
+    result = await asyncio.wait_for(ask(engine, context, 99, name="last", session="s"), 60)
+    assert len(context) + len(result.ids) == 128
+    assert result.finish is FinishReason.LENGTH
+    assert_equal_to(oracle_of(), context, result)
+
+
+async def test_calls_wait_for_blocks_that_a_mover_holds(engines: Any, oracle_of: Any, ask: Any) -> None:
+    """Pinned and reserved blocks are out of reach; what needs them runs when they are given back."""
+    engine = await engines(kv_tokens=256)
+    await ask(engine, prompt_of(100, 1), 4, session="pinned")
+    pinned = await engine.kv_pin("pinned")
+    assert await engine.kv_reserve("coming", 100, 0) is not None
+    prompt = prompt_of(90, 2)
+    waiting = asyncio.create_task(ask(engine, prompt, 8, name="waiting"))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    assert (await engine.load()).waiting == 1
+    await engine.kv_cancel("coming")
+    assert_equal_to(oracle_of(), prompt, await asyncio.wait_for(waiting, 60))
+    await engine.kv_release("pinned", pinned.generation, forget=False)

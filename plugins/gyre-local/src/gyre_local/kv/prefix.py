@@ -37,6 +37,10 @@ class Match:
     tail: int | None = None
     tail_tokens: int = 0
 
+    def without_tail(self) -> Match:
+        """The match as far as its full blocks go."""
+        return Match(self.tokens - self.tail_tokens, self.blocks)
+
 
 class PrefixTree:
     """Names blocks of a `BlockPool` by version and token prefix."""

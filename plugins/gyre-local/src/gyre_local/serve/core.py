@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from gyre_core import EngineLoad, FinishReason
 
 from gyre_local.kv.pool import BlockPool
-from gyre_local.kv.prefix import PrefixTree
+from gyre_local.kv.prefix import Match, PrefixTree
 from gyre_local.kv.slots import Resident, SlotCache
 from gyre_local.model.weights import Weights
 from gyre_local.options import LocalEngineOptions
@@ -116,17 +116,12 @@ class EngineCore:
     def admit(self, call: Call) -> bool:
         """Give a waiting call its cached prefix, blocks and a slot; False when there is no room yet."""
         match = self.tree.match(call.tokens, call.length - 1)
-        cached = [*match.blocks] if match.tail is None else [*match.blocks, match.tail]
-        need = math.ceil(call.length / self.pool.block_tokens) - len(match.blocks)
-        self.pool.hold(cached)
-        spare = len(self.running)  # one block of growth for each running call, or they preempt one another
-        fresh = self.pool.take(need) if self.pool.available >= need + spare else None
+        fresh = self._take_blocks(call, match)
+        if fresh is None and match.tail is not None:
+            match = match.without_tail()  # its block may be the very one that is missing
+            fresh = self._take_blocks(call, match)
         if fresh is None:
-            self.pool.release(cached)
             return False
-        if match.tail is not None:
-            self.pool.copy_block(match.tail, fresh[0], match.tail_tokens)
-            self.pool.release([match.tail])
         call.blocks = [*match.blocks, *fresh]
         call.computed, call.kv_version = match.tokens, self.version
         call.slot = self.slots.claim(call.session)
@@ -136,6 +131,21 @@ class EngineCore:
             self.meter.cached += match.tokens
         self.running.append(call)
         return True
+
+    def _take_blocks(self, call: Call, match: Match) -> list[int] | None:
+        """Hold the matched blocks and take the others that the call's tokens need; the first of these gets a copy of
+        the matched tail. None, with nothing held, when there are too few."""
+        cached = [*match.blocks] if match.tail is None else [*match.blocks, match.tail]
+        need = math.ceil(call.length / self.pool.block_tokens) - len(match.blocks)
+        self.pool.hold(cached)
+        spare = len(self.running)  # one block of growth for each running call, or they preempt one another
+        fresh = self.pool.take(need) if self.pool.available >= need + spare else None
+        if fresh is None:
+            self.pool.release(cached)
+        elif match.tail is not None:
+            self.pool.copy_block(match.tail, fresh[0], match.tail_tokens)
+            self.pool.release([match.tail])
+        return fresh
 
     def grow(self, call: Call) -> bool:
         """Make sure a running call has a block for its next token, preempting the youngest when KV runs out; False
