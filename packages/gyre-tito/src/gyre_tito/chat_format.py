@@ -43,12 +43,18 @@ class ChatFormat:
     """Rendering, parsing and bridging for one model. Build it with `gyre_tito.families.load_format`."""
 
     def __init__(
-        self, tokenizer: FastTokenizer, renderer: Renderer, family: str, history: HistoryMode = "exact"
+        self,
+        tokenizer: FastTokenizer,
+        renderer: Renderer,
+        family: str,
+        history: HistoryMode = "exact",
+        marking: Renderer | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.family = family
         self.history = history
         self._renderer = renderer
+        self._marking = marking or renderer  # also says which tokens a turn's author sampled; slower
         self.stop_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
         self._text_bridge = family == "default" and _tail_is_local(tokenizer)
 
@@ -105,7 +111,7 @@ class ChatFormat:
         if self.family == "default":
             return self._text_tail(sampled, new, tools, closed) if self._text_bridge else None
         stand_in = [Message("user", "x"), Message("assistant", "y")]
-        rendered = self._renderer.render(
+        rendered = self._marking.render(
             [to_renderer(message) for message in (*stand_in, *new)],
             tools=None,
             add_generation_prompt=True,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre_tito.chat_format import ChatFormat, HistoryMode
-from gyre_tito.tokenizer import FastTokenizer, FormatError
+from gyre_tito.tokenizer import FastTokenizer, FormatError, OffsetTokenizer
 
 
 def load_format(
@@ -49,10 +49,14 @@ def make_format(
             f"choosing a chat format for {tokenizer.name_or_path!r}: no family was named and the folder has no chat "
             "template; pass family=..., or add chat_template.jinja"
         )
-    return ChatFormat(tokenizer, _renderer(tokenizer, name, history, options or {}), name, history)
+    plain = _renderer(tokenizer, name, history, options or {})
+    marking = plain if name == "default" else _renderer(tokenizer.with_offsets(), name, history, options or {})
+    return ChatFormat(tokenizer, plain, name, history, marking)
 
 
-def _renderer(tokenizer: FastTokenizer, name: str, history: HistoryMode, options: dict[str, Any]) -> Any:
+def _renderer(
+    tokenizer: FastTokenizer | OffsetTokenizer, name: str, history: HistoryMode, options: dict[str, Any]
+) -> Any:
     from renderers import base
     from renderers.configs import config_from_name  # type: ignore[import-untyped]
 
@@ -80,5 +84,5 @@ def _renderer(tokenizer: FastTokenizer, name: str, history: HistoryMode, options
         ) from error
 
 
-def _has_calls(tokenizer: FastTokenizer) -> bool:
+def _has_calls(tokenizer: FastTokenizer | OffsetTokenizer) -> bool:
     return tokenizer.convert_tokens_to_ids("<tool_call>") is not None

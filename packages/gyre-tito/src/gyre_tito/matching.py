@@ -2,7 +2,7 @@
 
 Invariant: a recorded answer counts as part of a request's history only if every message before it is the same and the
 answer itself came back with the meaning it was given. Work is proportional to the messages that are new: the part of
-the body that an earlier request already contained is recognised by one digest over its bytes and is not decoded.
+the body that an earlier request already contained is recognised by comparing bytes and is not decoded.
 
 Knows messages and digests; no tokens, no model.
 """
@@ -17,6 +17,7 @@ from gyre_tito.messages import DIGEST_SIZE, Message, chain, chain_start, reasoni
 from gyre_tito.requests import Transcript
 
 _CURSORS = 64
+_TEXTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,19 @@ class Match:
     broken: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Cursor:
-    """A message list seen before: its bytes (length, digest) and the state of the walk at its end."""
+    """A message list seen before: its bytes, and the state of the walk at its end.
+
+    The list is the first `size` bytes of `text`, which a longer list of the same conversation may share; once `text` is
+    let go, `digest` stands for it.
+    """
 
     seed: bytes
     size: int
-    digest: bytes
     walk: _Walk
+    text: bytes | None
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,7 @@ class Matcher:
 
     def __init__(self) -> None:
         self._answers: dict[bytes, Recorded] = {}
-        self._cursors: OrderedDict[bytes, _Cursor] = OrderedDict()
+        self._cursors: list[_Cursor] = []
 
     def answered(self, request_chain: bytes, message: Message, recorded: Recorded) -> bytes:
         """Note that the list named `request_chain` was answered by `message`; returns the longer list's name."""
@@ -88,23 +94,22 @@ class Matcher:
         """Find the longest recorded history. Errors: `HistoryError` and whatever the dialect's decoder raises."""
         content = _content(transcript.raw)
         seed = _seed(transcript)
-        start, digests = self._longest_cursor(seed, content)
+        known = self._longest_cursor(seed, content)
+        start = known
+        messages: tuple[Message, ...] = ()
         if start is not None and start.size < len(content):
-            rest = b"[" + bytes(content[start.size :]).lstrip(b" \t\r\n,") + b"]"
-            messages = transcript.decode(rest)
+            messages = transcript.decode(b"[" + content[start.size :].lstrip(b" \t\r\n,") + b"]")
             if not messages or messages[0].role == "tool" or start.walk.last_role == "assistant":
                 start = None  # such messages may belong to the turn before them: read the list as a whole
-        elif start is not None:
-            messages = ()
         if start is None:
-            messages = transcript.decode(bytes(transcript.raw))
+            messages = transcript.decode(transcript.raw)
             validate(messages)
             walk = self._start(transcript)
         else:
             validate(messages, start.walk.count - len(transcript.preface))
             walk = start.walk
         walk = self._advance(walk, messages)
-        self._remember(_Cursor(seed, len(content), digests, walk))
+        self._remember(_Cursor(seed, len(content), walk, content), known)
         return Match(walk.recorded, walk.new, walk.chain, walk.head, walk.count, walk.broken)
 
     def _start(self, transcript: Transcript) -> _Walk:
@@ -131,28 +136,44 @@ class Matcher:
         last = messages[-1].role if messages else walk.last_role
         return _Walk(name, head, walk.count + len(messages), recorded, kept, broken, in_head, last)
 
-    def _longest_cursor(self, seed: bytes, content: memoryview) -> tuple[_Cursor | None, bytes]:
-        """The longest earlier list that `content` begins with, and the digest of `content` itself; one pass."""
-        best = None
-        hasher = hashlib.blake2b(digest_size=DIGEST_SIZE)
-        done = 0
-        candidates = sorted(
-            (one for one in self._cursors.values() if one.seed == seed and one.size <= len(content)),
-            key=lambda one: one.size,
-        )
-        for cursor in candidates:
-            hasher.update(content[done : cursor.size])
-            done = cursor.size
-            if hasher.copy().digest() == cursor.digest:
+    def _longest_cursor(self, seed: bytes, content: bytes) -> _Cursor | None:
+        """The longest earlier list that `content` begins with; kept text is compared, the rest goes by digest."""
+        best: _Cursor | None = None
+        digests = []
+        for cursor in reversed(self._cursors):
+            if cursor.seed != seed or cursor.size > len(content) or (best and cursor.size <= best.size):
+                continue
+            if cursor.text is None:
+                digests.append(cursor)
+            elif content.startswith(cursor.text if len(cursor.text) == cursor.size else cursor.text[: cursor.size]):
                 best = cursor
-        hasher.update(content[done:])
-        return best, hasher.digest()
+        hasher, done = hashlib.sha256(), 0
+        for cursor in sorted(digests, key=lambda one: one.size):
+            if best is None or cursor.size > best.size:
+                hasher.update(memoryview(content)[done : cursor.size])
+                done = cursor.size
+                best = cursor if hasher.copy().digest() == cursor.digest else best
+        return best
 
-    def _remember(self, cursor: _Cursor) -> None:
-        self._cursors[cursor.seed + cursor.digest] = cursor
-        self._cursors.move_to_end(cursor.seed + cursor.digest)
-        while len(self._cursors) > _CURSORS:
-            self._cursors.popitem(last=False)
+    def _remember(self, fresh: _Cursor, before: _Cursor | None) -> None:
+        """Keep a list. One that continues an older list shares its text; only the latest few texts are kept."""
+        if before is not None and before.text is not None:
+            old = before.text
+            if before.size == len(old):
+                for cursor in self._cursors:
+                    if cursor.text is old:
+                        cursor.text = fresh.text
+        self._cursors.append(fresh)
+        del self._cursors[:-_CURSORS]
+        texts: list[int] = []
+        for cursor in reversed(self._cursors):
+            if cursor.text is None or id(cursor.text) in texts:
+                continue
+            if len(texts) < _TEXTS:
+                texts.append(id(cursor.text))
+            else:
+                cursor.digest = hashlib.sha256(memoryview(cursor.text)[: cursor.size]).digest()
+                cursor.text = None
 
 
 class TextHistory:
@@ -180,16 +201,9 @@ def _text_digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_SIZE).digest()
 
 
-def _content(raw: bytes) -> memoryview:
+def _content(raw: bytes) -> bytes:
     """The list's text without its closing bracket."""
-    view = memoryview(raw)
-    end = len(view)
-    while end and view[end - 1] in b" \t\r\n":
-        end -= 1
-    end -= 1
-    while end and view[end - 1] in b" \t\r\n":
-        end -= 1
-    return view[: max(end, 0)]
+    return raw.rstrip(b" \t\r\n")[:-1].rstrip(b" \t\r\n")
 
 
 def _seed(transcript: Transcript) -> bytes:

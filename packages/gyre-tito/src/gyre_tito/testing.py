@@ -72,7 +72,8 @@ class BookkeepingEngine:
     """Yields ids that `reply` chooses for a call, `chunk` at a time, `delay` seconds apart, and keeps the books.
 
     `version` may change at any time, also in the middle of a call; every token carries the one of its moment.
-    `fail_after`: raise `BackendError` after that many tokens. `gate`: nothing is sampled before this event is set.
+    `fail_after`: raise `BackendError` after that many tokens. `gate`: no more than
+    `gate_after` tokens are sampled before this event is set. `bump_after`: a new policy version after that many tokens.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class BookkeepingEngine:
         self.fail_after = fail_after
         self.version = 0
         self.gate: asyncio.Event | None = None
+        self.gate_after = 0
+        self.bump_after: int | None = None
         self.books: list[EngineEntry] = []
         self.cancelled = 0
 
@@ -100,9 +103,11 @@ class BookkeepingEngine:
         chunks = [ids[at : at + self.chunk] for at in range(0, len(ids), self.chunk)] or [[]]
         finished = False
         try:
-            if self.gate is not None:
-                await self.gate.wait()
             for number, piece in enumerate(chunks):
+                if self.gate is not None and len(entry.sampled) >= self.gate_after:
+                    await self.gate.wait()
+                if self.bump_after is not None and len(entry.sampled) >= self.bump_after:
+                    self.version, self.bump_after = self.version + 1, None
                 await asyncio.sleep(self.delay)
                 if self.fail_after is not None and len(entry.sampled) >= self.fail_after:
                     raise BackendError("the fake engine was told to fail here")

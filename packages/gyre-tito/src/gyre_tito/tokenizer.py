@@ -79,6 +79,11 @@ class FastTokenizer:
         """Ids of `text`; no tokens are added at its ends."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of `text` and the characters (start, end) that each covers."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return list(encoding.ids), list(encoding.offsets)
+
     def decode(self, token_ids: Iterable[int], *_: Any, **options: Any) -> str:
         """Text of `token_ids`; special tokens are kept unless `skip_special_tokens=True`."""
         skip = bool(options.get("skip_special_tokens", False))
@@ -94,10 +99,9 @@ class FastTokenizer:
         """How a client sees one token."""
         return str(self._backend.decode([token_id], skip_special_tokens=False))
 
-    def __call__(self, text: str, **_: Any) -> dict[str, Any]:
-        """Ids with the characters that each one covers."""
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        return {"input_ids": list(encoding.ids), "offset_mapping": list(encoding.offsets)}
+    def with_offsets(self) -> OffsetTokenizer:
+        """The same tokenizer, telling also which characters each token covers (slower)."""
+        return OffsetTokenizer(self)
 
     def template_text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **more: Any) -> str:
         """The chat template's text. Error: the model brought no template, or the template refused the messages."""
@@ -115,6 +119,24 @@ class FastTokenizer:
         for name in ("tokenize", "return_dict"):
             more.pop(name, None)
         return self.encode(self.template_text(messages, add_generation_prompt=add_generation_prompt, **more))
+
+
+class OffsetTokenizer:
+    """A `FastTokenizer` with character offsets, which `renderers` uses to tell a message's body from its frame.
+
+    They cost more than the encoding itself, so prompts are rendered without them.
+    """
+
+    def __init__(self, inner: FastTokenizer) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, text: str, **_: Any) -> dict[str, Any]:
+        """Ids with the characters that each one covers."""
+        ids, offsets = self._inner.encode_with_offsets(text)
+        return {"input_ids": ids, "offset_mapping": offsets}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
