@@ -3,12 +3,12 @@
 ``forward`` gives the block's output and log-sum-exp, ``join`` folds it into running ones, ``backward`` gives a
 block's exact share of the gradients from the *joined* output and log-sum-exp. The invariant: memory is linear in
 queries and keys. On CPU the blocks go through torch's own flash kernel; elsewhere, and where that kernel is missing,
-through plain products cut into key chunks. Shapes: query [H, n, D], key and value [Hkv, m, D], log-sum-exp [H, n].
+through plain products cut into blocks. Shapes: query [H, n, D], key and value [Hkv, m, D], log-sum-exp [H, n].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gyre_loss.logprob import accumulator
 
-KEY_CHUNK = 2048
+CHUNK = 2048
+"""Queries and keys per block of the plain products."""
 
 
 def _cpu_kernel(name: str) -> Callable[..., Any] | None:
@@ -74,11 +75,20 @@ def _repeat(tensor: Tensor, heads: int) -> Tensor:
     return wide.reshape(heads, *tensor.shape[1:])
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, causal: bool, first: int) -> Tensor:
+def _blocks(rows: int, columns: int, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Pairs of row and column slices that cover what may be seen, row by row."""
+    for top in range(0, rows, CHUNK):
+        bottom = min(top + CHUNK, rows)
+        for left in range(0, bottom if causal else columns, CHUNK):
+            yield slice(top, bottom), slice(left, min(left + CHUNK, columns))
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, causal: bool, at: tuple[int, int]) -> Tensor:
+    """Scores [H, r, c] of a block whose first row and column are ``at``, -inf where a key is later than its query."""
     scores = (query @ key.transpose(-1, -2)).to(accumulator(query)) * scale
-    if causal:
-        row = torch.arange(query.shape[1], device=query.device)[:, None]
-        column = torch.arange(first, first + key.shape[1], device=query.device)[None]
+    if causal and at[1] + key.shape[1] > at[0]:
+        row = torch.arange(at[0], at[0] + query.shape[1], device=query.device)[:, None]
+        column = torch.arange(at[1], at[1] + key.shape[1], device=query.device)[None]
         scores = scores.masked_fill(column > row, -torch.inf)
     return scores
 
@@ -87,13 +97,12 @@ def _plain_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, caus
     heads, wide = query.shape[0], accumulator(query)
     out = torch.zeros(query.shape, dtype=wide, device=query.device)
     lse = torch.full(query.shape[:2], -torch.inf, dtype=wide, device=query.device)
-    for first in range(0, key.shape[1], KEY_CHUNK):
-        span = slice(first, first + KEY_CHUNK)
-        low = first if causal else 0
-        scores = _scores(query[:, low:], _repeat(key[:, span], heads), scale, causal, first - low)
+    for rows, columns in _blocks(query.shape[1], key.shape[1], causal):
+        part_k = _repeat(key[:, columns], heads)
+        scores = _scores(query[:, rows], part_k, scale, causal, (rows.start, columns.start))
         block_lse = torch.logsumexp(scores, -1)
-        weights = torch.exp(scores - block_lse[..., None]).to(value.dtype)
-        join(out[:, low:], lse[:, low:], weights @ _repeat(value[:, span], heads), block_lse)
+        weights = torch.exp(scores - block_lse[..., None]).nan_to_num_(0.0).to(value.dtype)
+        join(out[:, rows], lse[:, rows], weights @ _repeat(value[:, columns], heads), block_lse)
     return out.to(query.dtype), lse
 
 
@@ -109,18 +118,16 @@ def _plain_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, kv_heads, wide = query.shape[0], key.shape[0], accumulator(query)
     delta = (grad.to(wide) * out.to(wide)).sum(-1)
-    d_query = torch.zeros(query.shape, dtype=wide, device=query.device)
-    d_keys, d_values = [], []
-    for first in range(0, key.shape[1], KEY_CHUNK):
-        span = slice(first, first + KEY_CHUNK)
-        low = first if causal else 0
-        part_q, part_g = query[:, low:], grad[:, low:]
-        part_k, part_v = _repeat(key[:, span], heads), _repeat(value[:, span], heads)
-        p = torch.exp(_scores(part_q, part_k, scale, causal, first - low) - lse[:, low:, None])
+    d_query, d_key, d_value = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (query, key, value))
+    for rows, columns in _blocks(query.shape[1], key.shape[1], causal):
+        part_q, part_g = query[:, rows], grad[:, rows]
+        part_k, part_v = _repeat(key[:, columns], heads), _repeat(value[:, columns], heads)
+        scores = _scores(part_q, part_k, scale, causal, (rows.start, columns.start))
+        p = torch.exp(scores - lse[:, rows, None])
         d_p = (part_g @ part_v.transpose(-1, -2)).to(wide)
-        d_scores = (p * (d_p - delta[:, low:, None]) * scale).to(query.dtype)
-        d_query[:, low:] += d_scores @ part_k
+        d_scores = (p * (d_p - delta[:, rows, None]) * scale).to(query.dtype)
         shape = (kv_heads, heads // kv_heads, *part_k.shape[1:])
-        d_keys.append((d_scores.transpose(-1, -2) @ part_q).view(shape).sum(1))
-        d_values.append((p.to(grad.dtype).transpose(-1, -2) @ part_g).view(shape).sum(1))
-    return d_query.to(query.dtype), torch.cat(d_keys, 1), torch.cat(d_values, 1)
+        d_query[:, rows] += d_scores @ part_k
+        d_key[:, columns] += (d_scores.transpose(-1, -2) @ part_q).view(shape).sum(1)
+        d_value[:, columns] += (p.to(grad.dtype).transpose(-1, -2) @ part_g).view(shape).sum(1)
+    return d_query.to(query.dtype), d_key, d_value
