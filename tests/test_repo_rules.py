@@ -178,6 +178,7 @@ def test_a_package_imports_only_what_it_declares(member):
 
 
 OPTIONAL = {
+    "gyre-harnesses": ("minisweagent",),
     "gyre-loss": ("transformers", "triton"),
     "gyre-kvxfer": ("cupy", "nixl", "nixl_cu12", "torch", "vllm", "cuda"),
     "gyre-tito": ("transformers", "pyarrow", "uvloop"),

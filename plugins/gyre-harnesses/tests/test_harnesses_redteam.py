@@ -20,7 +20,7 @@ ATTACKS = {
     "write to the host": "echo gotcha > {secret}; rm -rf {outside}",
     "link to the host": "ln -s {outside} l; cat l/secret; echo gotcha > l/secret; rm -rf l/",
     "hard link to the host": "ln {secret} hard && echo gotcha > hard",
-    "climb by proc root": "cat /proc/1/root{secret} /proc/self/root{secret}; ls /proc/1/cwd/ /proc/1/root/ && echo gotcha > /proc/1/root{secret}",
+    "climb by proc root": "cat /proc/1/root{secret} /proc/self/root{secret}; ls /proc/1/cwd/ /proc/1/root && echo gotcha > /proc/1/root{secret}",
     "climb by descriptors": "for p in /proc/[0-9]*/fd/*; do cat $p/{secret} $p/../../secret 2>/dev/null; done",
     "chroot escape": 'python3 -c \'import os; os.mkdir("x"); os.chroot("x")\'; for i in 1 2 3 4 5 6 7 8; do cd ..; done; cat .{secret}',
     "mount": "mkdir m; mount -t tmpfs none m; mount --bind / m; umount /workspace /tmp /proc; cat {secret}",

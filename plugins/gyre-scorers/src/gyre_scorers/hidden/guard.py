@@ -183,7 +183,6 @@ def main(config: dict[str, Any]) -> None:
 
     sys.path.remove(config["tools"])
     sys.path[:0] = config["paths"]
-    os.environ["PYTHONPATH"] = os.pathsep.join(config["paths"])
     sys.path.append(config["tools"])
     report({"kind": "ready"})
     log = os.open(config["log"], os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)

@@ -144,6 +144,7 @@ done
 _START = """
 _c.update(root=os.getcwd(), tools=_s + "/tools.zip", ini=_s + "/suite.ini", temporary=_s + "/tmp", log=_s + "/log")
 _c["paths"] = [os.path.join(os.getcwd(), path) if path != "." else os.getcwd() for path in _c["paths"]]
+os.environ["PYTHONPATH"] = os.pathsep.join(_c["paths"])  # for what the tests start
 main(_c)
 """
 
