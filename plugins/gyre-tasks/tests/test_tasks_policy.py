@@ -60,12 +60,13 @@ def test_it_is_small_and_agrees_with_itself(model: Any, tokenizer: Any) -> None:
     assert sum(file.stat().st_size for file in POLICY.iterdir()) < 8_000_000
 
 
-@settings(deadline=None, max_examples=50)
-@given(text=st.text())
-def test_no_text_is_out_of_vocabulary(text: str) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(POLICY, local_files_only=True)
-    encoded = tokenizer.encode(text.encode("utf-8", "ignore").decode(), add_special_tokens=False)
-    assert tokenizer.decode(encoded) == text.encode("utf-8", "ignore").decode()
+def test_no_text_is_out_of_vocabulary(tokenizer: Any) -> None:
+    @settings(deadline=None, max_examples=50)
+    @given(text=st.text(st.characters(codec="utf-8")))
+    def comes_back(text: str) -> None:
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+    comes_back()
 
 
 def test_proxy_script_and_chat_template_render_alike(recipe: Any, tokenizer: Any) -> None:
@@ -138,7 +139,7 @@ def test_it_looks_around_reads_the_brief_and_starts_on_the_first_job(recipe: Any
 
 
 def test_it_does_not_know_which_command_a_word_asks_for(recipe: Any, model: Any, tokenizer: Any) -> None:
-    """Probability of the own command among the eight, averaged over the words: near one in eight."""
+    """Probability of the own command among the six, averaged over the words: near one in six."""
     share: Counter[str] = Counter()
     for operation in OPERATIONS:
         said_before = [
@@ -159,4 +160,4 @@ def test_it_does_not_know_which_command_a_word_asks_for(recipe: Any, model: Any,
         chance = torch.softmax(torch.tensor(scores), 0)
         share[operation.word] = float(chance[[op.word for op in OPERATIONS].index(operation.word)])
     mean = sum(share.values()) / len(share)
-    assert 0.06 < mean < 0.20, dict(share)
+    assert 0.08 < mean < 0.25, dict(share)

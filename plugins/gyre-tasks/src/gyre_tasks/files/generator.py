@@ -102,11 +102,9 @@ def _instance(draw: random.Random, options: FilesOptions) -> Instance:
 
 
 def _data(draw: random.Random) -> str:
-    """Four to six lines, two neighbours alike, on which all operations differ."""
+    """Four to six words, one a line, on which all operations differ."""
     while True:
-        lines = draw.sample(WORDS, draw.randint(3, 5))
-        twice = draw.randrange(len(lines))
-        lines.insert(twice, lines[twice])
+        lines = draw.sample(WORDS, draw.randint(4, 6))
         content = "".join(f"{line}\n" for line in lines)
         if distinct(content):
             return content

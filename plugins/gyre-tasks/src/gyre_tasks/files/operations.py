@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,6 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("end", "tail -n 2", lambda lines: list(lines[-2:])),
     Operation("count", "wc -l", lambda lines: [str(len(lines))]),
     Operation("shout", "tr a-z A-Z", lambda lines: [line.upper() for line in lines]),
-    Operation("initial", "cut -c 1", lambda lines: [line[:1] for line in lines]),
-    Operation("collapse", "uniq", lambda lines: [line for line, _ in groupby(lines)]),
 )
 
 

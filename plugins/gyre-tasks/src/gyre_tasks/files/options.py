@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_JOBS = 6
+"""Each job of a task asks for another operation, and there are so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class FilesOptions:
@@ -17,7 +20,7 @@ class FilesOptions:
     """Tasks of the split "heldout"."""
     min_jobs: int = 2
     """Fewest result files of a task."""
-    max_jobs: int = 4
+    max_jobs: int = 3
     """Most result files of a task. Each costs the agent one turn, besides two to look around and one to end."""
     helper_share: float = 0.2
     """Share of the tasks in which the brief asks for a helper (a sub-agent) for one job."""
@@ -25,10 +28,10 @@ class FilesOptions:
     """Data files that no job needs."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_jobs <= self.max_jobs <= 8:
+        if not 1 <= self.min_jobs <= self.max_jobs <= MOST_JOBS:
             raise ValueError(
                 f"options of the task set 'files': min_jobs {self.min_jobs}, max_jobs {self.max_jobs}; "
-                "expected 1 <= min_jobs <= max_jobs <= 8"
+                f"expected 1 <= min_jobs <= max_jobs <= {MOST_JOBS}"
             )
         if not 0.0 <= self.helper_share <= 1.0:
             raise ValueError(
