@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gyre_kvxfer import HostPool, KVError, KVLayout, MovePolicy, migrate
+from gyre_kvxfer import HostPool, KVError, KVLayout, MigrationServer, MovePolicy, Transport, TransportError, migrate
+from gyre_kvxfer.copy import convert, stored_dtype
+from gyre_kvxfer.memory import host_buffer
 from gyre_kvxfer.transports import nixl
 
 BASE = KVLayout(layers=3, kv_heads=4, head_dim=16, block_size=16, num_blocks=64, dtype="float32", across="KL")
@@ -27,8 +29,6 @@ def check_arrived(peer, pool: HostPool, session: str, n: int, src: KVLayout) -> 
     if src.dtype == pool.layout().dtype:
         np.testing.assert_array_equal(kv, want)
     else:
-        from gyre_kvxfer.copy import convert, stored_dtype
-
         np.testing.assert_array_equal(
             kv.view(stored_dtype(pool.layout().dtype)),
             convert(want.view(stored_dtype(src.dtype)), src.dtype, pool.layout().dtype),
@@ -161,3 +161,61 @@ async def test_shared_memory_leaves_no_file(source, peer):
     report = await migrate("s", there.endpoint, HostPool(BASE, 3), key=peer.KEY, transport="shm")
     assert report.carried
     assert {n for n in os.listdir("/dev/shm") if n.startswith("gyre-kv-")} <= before
+
+
+class Loop:
+    """A transport of somebody else's: memory of the same process."""
+
+    name = "loop"
+
+    def __init__(self, regions):
+        self.regions = regions
+        self.reads = 0
+
+    def meta(self):
+        return "here"
+
+    async def read(self, move, remote, local, into):
+        self.reads += 1
+        got = [host_buffer(r) for r in self.regions]
+        stream = np.concatenate(
+            [got[r][o : o + n] for r, o, n in zip(remote.region, remote.offset, remote.nbytes, strict=True)]
+        )
+        at = 0
+        for r, o, n in zip(local.region, local.offset, local.nbytes, strict=True):
+            host_buffer(into[r])[o : o + n] = stream[at : at + n]
+            at += n
+
+    def stop(self):
+        pass
+
+    def close(self):
+        pass
+
+
+class LoopReader(Loop):
+    async def close(self):
+        pass
+
+
+async def test_a_transport_from_outside_is_tried_first_and_may_decline(peer):
+    pool = HostPool(BASE, 3)
+    for session in ("a", "b"):
+        peer.fill(pool, session, 100)
+    readers = []
+
+    def open_reader(meta, regions, into):
+        if readers:
+            raise TransportError("only once")
+        readers.append(LoopReader(regions))
+        return readers[0]
+
+    extra = (Transport("loop", Loop, open_reader),)
+    async with MigrationServer(pool, key=peer.KEY, extra=extra) as server:
+        for session, name in (("a", "loop"), ("b", "shm")):
+            sink = HostPool(replace(BASE, axes="BHTD"), 3)
+            report = await migrate(session, server.endpoint, sink, key=peer.KEY, extra=extra)
+            assert report.carried, report
+            assert report.transport == name or name != "loop"
+            check_arrived(peer, sink, session, 100, BASE)
+        assert report.transports["loop"] == "only once"

@@ -17,6 +17,7 @@ from gyre_kvxfer.migrate import MoveReport, migrate
 from gyre_kvxfer.plan import TransferPlan, plan_transfer
 from gyre_kvxfer.pool import HostPool
 from gyre_kvxfer.server import MigrationServer
+from gyre_kvxfer.transports.base import Transport
 
 __all__ = [
     "AuthenticationError",
@@ -36,6 +37,7 @@ __all__ = [
     "Region",
     "StateSpec",
     "TransferPlan",
+    "Transport",
     "TransportError",
     "VerificationFailed",
     "migrate",

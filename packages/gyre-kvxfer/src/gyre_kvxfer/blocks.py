@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gyre_kvxfer.copy import Bytes, execute
-from gyre_kvxfer.digest import U64, finite, part
+from gyre_kvxfer.digest import LANES, U64, finish_lanes, finite, lane_sums, part
 from gyre_kvxfer.engine import Region
 from gyre_kvxfer.layout import KVLayout
 from gyre_kvxfer.plan import Ints, plan_transfer
@@ -53,19 +53,31 @@ def block_digests(
     full = max(first, min(stop, n_tokens // layout.block_size))
     ids = np.asarray(blocks[first:full], np.int64)
     for plane, table in enumerate(rows(layout, buffers)):
-        step = max(1, CHUNK_BYTES // table.shape[1])
-        for at in range(0, len(ids), step):
-            out[at : at + step][: len(ids) - at] += part(kind, _pick(table, ids[at : at + step]), plane)
+        if len(ids):
+            out[: len(ids)] += _plane_part(kind, table, ids, plane)
     for b in range(full, stop):
         out[b - first] = _partial(kind, layout, buffers, blocks, b, n_tokens)
     return out
 
 
-def _pick(table: Bytes, ids: npt.NDArray[np.int64]) -> Bytes:
-    """Rows by id: a view where ids follow one another, else a copy."""
-    if len(ids) and int(ids[-1] - ids[0]) == len(ids) - 1 and bool((np.diff(ids) == 1).all()):
-        return table[int(ids[0]) : int(ids[-1]) + 1]
-    return table[ids]
+def _plane_part(kind: str, table: Bytes, ids: npt.NDArray[np.int64], plane: int) -> U64:
+    """uint64[n]: what one piece adds to the digests of blocks `ids`. Scattered blocks are gathered a cacheful at a
+    time.
+    """
+    if bool((np.diff(ids) == 1).all()):
+        return part(kind, table[int(ids[0]) : int(ids[-1]) + 1], plane)
+    step = max(1, CHUNK_BYTES // table.shape[1])
+    held = np.empty((step, table.shape[1]), np.uint8)
+    lanes = np.empty((len(ids), LANES), np.uint64)
+    strong = np.empty(len(ids), np.uint64)
+    for at in range(0, len(ids), step):
+        some = ids[at : at + step]
+        got = np.take(table, some, axis=0, out=held[: len(some)], mode="clip")
+        if kind == "fast":
+            lane_sums(got, lanes[at : at + step])
+        else:
+            strong[at : at + step] = part(kind, got, plane)
+    return finish_lanes(lanes, plane) if kind == "fast" else strong
 
 
 def _partial(kind: str, layout: KVLayout, buffers: Sequence[Bytes], blocks: Ints, b: int, n_tokens: int) -> np.uint64:

@@ -12,6 +12,7 @@ equal digests wherever the block lies.
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -36,7 +37,7 @@ def _mix(x: U64) -> U64:
     return x ^ (x >> np.uint64(31))
 
 
-def lane_sums(pieces: Bytes) -> U64:
+def lane_sums(pieces: Bytes, out: U64 | None = None) -> U64:
     """uint8[n, bytes] → uint64[n, LANES]: word i is added to lane i mod LANES; a short last word is padded with 0."""
     n, nbytes = pieces.shape
     rows, rest = divmod(nbytes, LANES * 8)
@@ -44,7 +45,8 @@ def lane_sums(pieces: Bytes) -> U64:
         words = np.ndarray((n, rows, LANES), np.uint64, pieces, 0, (pieces.strides[0], LANES * 8, 8))
     else:
         words = np.ascontiguousarray(pieces[:, : nbytes - rest]).view(np.uint64).reshape(n, rows, LANES)
-    out: U64 = np.add.reduce(words, axis=1, dtype=np.uint64)
+    out = np.empty((n, LANES), np.uint64) if out is None else out
+    np.add.reduce(words, axis=1, dtype=np.uint64, out=out)
     if rest:
         tail = np.zeros((n, LANES * 8), np.uint8)
         tail[:, :rest] = pieces[:, nbytes - rest :]
@@ -52,11 +54,16 @@ def lane_sums(pieces: Bytes) -> U64:
     return out
 
 
+@lru_cache(maxsize=1)
+def _keys() -> U64:
+    """One odd multiplier a lane."""
+    return _mix(np.arange(1, LANES + 1, dtype=np.uint64) * _GOLDEN) | np.uint64(1)
+
+
 def finish_lanes(lanes: U64, plane: int) -> U64:
     """uint64[n, LANES] → uint64[n]: one region's part of each block's digest (parts are added up)."""
-    keys = _mix(np.arange(1, LANES + 1, dtype=np.uint64) * _GOLDEN) | np.uint64(1)
-    with np.errstate(over="ignore"):
-        return _mix(np.add.reduce(lanes * keys, axis=1, dtype=np.uint64) + np.uint64(plane + 1) * _GOLDEN)
+    place = np.array([plane + 1], np.uint64) * _GOLDEN
+    return _mix(np.add.reduce(lanes * _keys(), axis=1, dtype=np.uint64) + place)
 
 
 def fast_part(pieces: Bytes, plane: int) -> U64:

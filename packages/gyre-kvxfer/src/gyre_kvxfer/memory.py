@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -24,6 +25,12 @@ IOV_MAX = 1024
 """Pieces one system call takes."""
 
 Iovecs: TypeAlias = npt.NDArray[np.void]
+
+
+@lru_cache(maxsize=1)
+def libc() -> ctypes.CDLL:
+    """The C library of this process, loaded once."""
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def host_buffer(region: Region) -> npt.NDArray[np.uint8]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from gyre_kvxfer.engine import Int32, KVSink
 from gyre_kvxfer.errors import KVError, MoveRefused, TransportError, explain
 from gyre_kvxfer.messages import Message, Offer, decode, encode
 from gyre_kvxfer.source import ActionFailed, Fenced, Received, Send, Tick
-from gyre_kvxfer.transports.base import Access, Reader
+from gyre_kvxfer.transports.base import Access, Reader, Transport
 from gyre_kvxfer.transports.choose import choose
 
 TICK_S = 0.1
@@ -62,18 +62,21 @@ async def migrate(
     destination: str = "",
     policy: m.MovePolicy | None = None,
     fenced: asyncio.Event | None = None,
+    extra: Sequence[Transport] = (),
 ) -> MoveReport:
     """Move `session` from the `MigrationServer` at `source_endpoint` into `sink`.
 
-    `destination` names this side to the source (for fencing; default: a fresh name). Set `fenced` when the source is
-    dead for certain. Cancelling ends the move cleanly, except that the wait for a source already asked for the
-    session goes on to its end. Raises `KVError` for an empty key or an address that is none.
+    `extra` transports are tried before this package's. `destination` names this side to the source (for fencing;
+    default: a fresh name). Set `fenced` when the source is dead for certain. Cancelling ends the move cleanly, except
+    that the wait for a source already asked for the session goes on to its end. Raises `KVError` for an empty key or
+    an address that is none.
     """
     if not key:
         raise KVError(
             explain("moving a session", "an empty key", "the source's shared key", "Give both sides one key.")
         )
     fetch = _Fetch(session, source_endpoint, sink, key, transport, destination, policy or m.MovePolicy())
+    fetch.extra = tuple(extra)
     return await fetch.run(fenced)
 
 
@@ -85,6 +88,7 @@ class _Fetch:
     ) -> None:
         self._session, self._endpoint, self._sink, self._key = session, endpoint, sink, key
         self._transport, self._policy = transport, policy
+        self.extra: tuple[Transport, ...] = ()
         self._layout = sink.layout()
         move = uuid.uuid4().hex
         self._machine = m.DestinationMachine(move, session, name or move, self._layout, policy)
@@ -220,7 +224,7 @@ class _Fetch:
             into = self._sink.regions()
             policy = self._policy
             self._copier = Copier(self._access, self._layout, into, policy.digest, policy.finite)
-            choice = await choose(self._access, self._endpoint, self._key, into, self._transport)
+            choice = await choose(self._access, self._endpoint, self._key, into, self._transport, self.extra)
             self._reader, self._reasons = choice.reader, choice.reasons
         return self._reader, self._copier
 

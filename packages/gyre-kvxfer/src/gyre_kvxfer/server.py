@@ -33,7 +33,7 @@ from gyre_kvxfer.layout import KVLayout
 from gyre_kvxfer.messages import Commit, Message, Offer, Open, Refused, decode, encode
 from gyre_kvxfer.naming import TokenDigest
 from gyre_kvxfer.transports import nixl
-from gyre_kvxfer.transports.base import Access, Exporter
+from gyre_kvxfer.transports.base import Access, Exporter, Transport
 from gyre_kvxfer.transports.bulk import BulkServer, shm_meta
 from gyre_kvxfer.transports.choose import has_rdma
 from gyre_kvxfer.transports.process_vm import ProcessVmExporter
@@ -63,8 +63,8 @@ class MigrationServer:
     """Serves an engine's sessions to destinations that hold the key.
 
     `listen`: `tcp://host:port` (port 0: any) or `unix:///path`; `advertise` replaces the host others should use.
-    `transports`: names to offer, or None for those that fit this machine. `lease_s`: how long a silent destination
-    keeps pins (and a frozen session) here.
+    `transports`: names to offer, or None for those that fit this machine; `extra`: more, from outside this package.
+    `lease_s`: how long a silent destination keeps pins (and a frozen session) here.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class MigrationServer:
         listen: str = "tcp://127.0.0.1:0",
         advertise: str = "",
         transports: tuple[str, ...] | None = None,
+        extra: tuple[Transport, ...] = (),
         lease_s: float = 10.0,
     ) -> None:
         if not key:
@@ -82,7 +83,7 @@ class MigrationServer:
                 explain("making a migration server", "an empty key", "a shared secret", "Give both sides one.")
             )
         self._source, self._key, self._listen, self._advertise = source, key, listen, advertise
-        self._wanted, self._lease_s = transports, lease_s
+        self._wanted, self._lease_s, self._extra = transports, lease_s, extra
         self._moves: OrderedDict[str, ServedMove] = OrderedDict()
         self._by_session: dict[str, str] = {}
         self._exports: dict[str, Exporter] = {}
@@ -361,3 +362,5 @@ class MigrationServer:
             self._exports["process_vm"] = ProcessVmExporter()
         if "nixl" in self._offered():
             self._exports["nixl"] = nixl.NixlExporter(regions)
+        for other in self._extra:
+            self._exports[other.name] = other.export(regions)

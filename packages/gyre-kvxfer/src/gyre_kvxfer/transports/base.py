@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from gyre_kvxfer.channel import SocketChannel
 from gyre_kvxfer.engine import Region
 from gyre_kvxfer.errors import ProtocolError, TransportError, explain
 from gyre_kvxfer.layout import KVLayout
@@ -58,12 +57,18 @@ class Exporter(Protocol):
         ...
 
 
-class Server(Protocol):
-    """An exporter that also answers on data connections (tcp, shm)."""
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """A transport from outside this package: its name and how each side begins.
 
-    def serve(self, channel: SocketChannel) -> None:
-        """Answer reads on an authenticated connection until it ends. Blocks; runs in a thread of its own."""
-        ...
+    `export(regions)` at the source; `open(meta, source regions, own regions)` at the destination, in a thread,
+    raising `TransportError` if it cannot be used. Give it to `MigrationServer` and `migrate` as `extra`; it is tried
+    first.
+    """
+
+    name: str
+    export: Callable[[Sequence[Region]], Exporter]
+    open: Callable[[str, Sequence[Region], Sequence[Region]], Reader]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from gyre_kvxfer.engine import Region
 from gyre_kvxfer.errors import KVError, TransportError, explain
 from gyre_kvxfer.transports import nixl
-from gyre_kvxfer.transports.base import Access, Reader, boot_id
+from gyre_kvxfer.transports.base import Access, Reader, Transport, boot_id
 from gyre_kvxfer.transports.bulk import BulkReader
 from gyre_kvxfer.transports.process_vm import ProcessVmReader
 
@@ -48,15 +48,26 @@ def order(access: Access, into: Sequence[Region]) -> list[str]:
     return [n for n in names if n in access.transports]
 
 
-async def choose(access: Access, address: str, key: bytes, into: Sequence[Region], wanted: str = "auto") -> Choice:
-    """A working reader. Raises `TransportError` listing every reason if none works."""
-    if wanted != "auto" and wanted not in NAMES:
-        raise TransportError(explain("choosing a transport", repr(wanted), ("auto", *NAMES), "Correct the name."))
-    names = order(access, into) if wanted == "auto" else [wanted]
+async def choose(
+    access: Access,
+    address: str,
+    key: bytes,
+    into: Sequence[Region],
+    wanted: str = "auto",
+    extra: Sequence[Transport] = (),
+) -> Choice:
+    """A working reader; `extra` transports are tried first. Raises `TransportError` with every reason if none works."""
+    known = {t.name: t for t in extra}
+    if wanted != "auto" and wanted not in (*known, *NAMES):
+        raise TransportError(
+            explain("choosing a transport", repr(wanted), ("auto", *known, *NAMES), "Correct the name.")
+        )
+    first = [n for n in known if n in access.transports]
+    names = [*first, *order(access, into)] if wanted == "auto" else [wanted]
     reasons: dict[str, str] = {}
     for name in names:
         try:
-            reader = await _open(name, access, address, key, into)
+            reader = await _open(name, access, address, key, into, known.get(name))
         except (KVError, OSError, KeyError, ValueError) as err:
             reasons[name] = str(err)
             continue
@@ -67,10 +78,14 @@ async def choose(access: Access, address: str, key: bytes, into: Sequence[Region
     )
 
 
-async def _open(name: str, access: Access, address: str, key: bytes, into: Sequence[Region]) -> Reader:
+async def _open(
+    name: str, access: Access, address: str, key: bytes, into: Sequence[Region], other: Transport | None
+) -> Reader:
     meta = access.transports.get(name)
     if meta is None:
         raise TransportError(explain(f"opening {name}", "not offered by the source", name, "Enable it there."))
+    if other is not None:
+        return await asyncio.to_thread(other.open, meta, access.regions, into)
     if name == "process_vm":
         return ProcessVmReader.probe(meta, access.regions)
     if name == "nixl":

@@ -18,7 +18,7 @@ import numpy as np
 
 from gyre_kvxfer.engine import Region
 from gyre_kvxfer.errors import TransportError, explain
-from gyre_kvxfer.memory import IOV_MAX, IOVEC, Iovecs, cut_streams, iovecs
+from gyre_kvxfer.memory import IOV_MAX, IOVEC, Iovecs, cut_streams, iovecs, libc
 from gyre_kvxfer.plan import Runs
 from gyre_kvxfer.transports.base import boot_id, random_cookie, stopped
 
@@ -48,8 +48,7 @@ class ProcessVmExporter:
 
 def readv(pid: int, local: Iovecs, remote: Iovecs) -> int:
     """One process_vm_readv; the bytes read. Raises `TransportError` with the system's reason."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    call = libc.process_vm_readv
+    call = libc()["process_vm_readv"]
     call.restype = ctypes.c_ssize_t
     call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
     n = call(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)

@@ -17,15 +17,14 @@ import numpy as np
 
 from gyre_kvxfer.channel import DATA, MAGIC, TAG, Handshake, Seal, parse_address, tune
 from gyre_kvxfer.errors import ProtocolError, TransportError, explain
-from gyre_kvxfer.memory import IOV_MAX, IOVEC, Iovecs
+from gyre_kvxfer.memory import IOV_MAX, IOVEC, Iovecs, libc
 
 MAX_REQUEST = 64 << 20
 REQUEST_HEAD = 44
 
 
 def _call(name: str, fd: int, vecs: Iovecs, offset: int | None) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    call = getattr(libc, name)
+    call = libc()[name]
     call.restype = ctypes.c_ssize_t
     kinds: list[type[ctypes._SimpleCData]] = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]  # type: ignore[type-arg]
     args: list[int] = [fd, vecs.ctypes.data, min(len(vecs), IOV_MAX)]
