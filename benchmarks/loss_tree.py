@@ -1,6 +1,6 @@
 """Tree computation against per-branch packing of the same data, for several degrees of sharing.
 
-    python benchmarks/loss_tree.py [--json] [--tokens 16384] [--gpu]
+    python benchmarks/loss_tree.py [--json] [--tokens 32768] [--gpu]
 
 Data: one prompt (``shared`` of a branch's length) and ``--branches`` branches below it, so that sharing, 1 - tree
 tokens / branch tokens, is what is asked for. ``ideal`` is branch tokens / tree tokens. Measured, forward and backward
@@ -216,12 +216,12 @@ def memory(batch: gl.TreeBatch, way: Callable[..., None], gpu: bool) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--tokens", type=int, default=0, help="branch tokens (default 16384; 262144 on a GPU)")
+    parser.add_argument("--tokens", type=int, default=0, help="branch tokens (default 32768; 262144 on a GPU)")
     parser.add_argument("--branches", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--gpu", action="store_true")
     options = parser.parse_args()
-    tokens = options.tokens or (262_144 if options.gpu else 16_384)
+    tokens = options.tokens or (262_144 if options.gpu else 32_768)
     last = star(tokens, options.branches, SHARINGS[-1] / 100)
     used = {way.__name__: memory(last, way, options.gpu) for way in (by_tree, by_packing)}
     model = build_model(options.gpu)

@@ -399,6 +399,27 @@ def test_objectives_by_hand():
     assert dual.loss.tolist() == pytest.approx([0.8, 1.25])
 
 
+def test_gradients_of_the_kl_estimators_are_what_the_docs_say():
+    """Exact expectations over five tokens: k1 nothing, k2 that of KL(policy || ref), k3 that of KL(ref || policy)."""
+    from gyre_loss.kl import k1, k2
+
+    torch.manual_seed(0)
+    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    policy, reference = torch.log_softmax(logits, 0), torch.log_softmax(torch.randn(5, dtype=torch.float64), 0)
+
+    def gradient(value):
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    def expected(estimator):
+        return gradient((policy.exp().detach() * estimator(policy, reference)).sum())
+
+    forward = gradient((policy.exp() * (policy - reference)).sum())
+    reverse = gradient((reference.exp() * (reference - policy)).sum())
+    torch.testing.assert_close(expected(k1), torch.zeros_like(logits))
+    torch.testing.assert_close(expected(k2), forward)
+    torch.testing.assert_close(expected(k3), reverse)
+
+
 def test_gspo_by_hand():
     """Ratios 1/2 and 2 within an execution: geometric mean 1, so nothing is clipped and both tokens push alike."""
     given = terms([-1.0 + math.log(0.5), -1.0 + math.log(2.0)])

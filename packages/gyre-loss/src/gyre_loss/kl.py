@@ -2,7 +2,8 @@
 
 ``logp`` [E] with gradient, ``reference`` [E] constant, results [E]. Source: J. Schulman, "Approximating KL
 divergence" (2020). What each gives as a loss differs from what it gives as a number: the gradient of k2 is that of
-the KL (on-policy); that of k1 is zero in expectation; k3's is biased. docs/why/loss-objectives.md says more.
+the KL (on-policy); that of k1 is zero in expectation; that of k3 is the gradient of KL(reference || policy).
+docs/why/loss-objectives.md says more.
 """
 
 from __future__ import annotations

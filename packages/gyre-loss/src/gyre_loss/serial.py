@@ -65,7 +65,7 @@ def to_bytes(batch: TreeBatch) -> bytes:
 
 def from_bytes(blob: bytes | bytearray | memoryview) -> TreeBatch:
     """The inverse of ``to_bytes``; raises ValueError for a foreign, cut or damaged blob."""
-    view = memoryview(blob)
+    view = memoryview(bytearray(blob))
     if len(view) < _HEAD.size + _TAIL.size or bytes(view[:8]) != MAGIC:
         fail(_DOING, f"{len(view)} bytes that begin with {bytes(view[:8])!r}", f"a blob that begins with {MAGIC!r}")
     if zlib.crc32(view[: -_TAIL.size]) != _TAIL.unpack(view[-_TAIL.size :])[0]:
