@@ -64,6 +64,21 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument("--prefix", default="", help="goes before the names of the executions")
     bring.set_defaults(run=_import)
 
+    proxy = commands.add_parser("serve", help="run the recording proxy in a process of its own")
+    proxy.add_argument("--backend", required=True, help="package.module:factory of the engine's Backend")
+    proxy.add_argument("--store", required=True)
+    proxy.add_argument("--model-dir", required=True, help="folder with tokenizer.json")
+    proxy.add_argument("--admin-token-file", required=True, help="file whose first line is the admin token")
+    proxy.add_argument("--family")
+    proxy.add_argument("--history", choices=("exact", "template"), default="exact")
+    proxy.add_argument("--model", default="policy", help="the name that agents see")
+    proxy.add_argument("--host", default="127.0.0.1")
+    proxy.add_argument("--port", type=int, default=8600)
+    proxy.add_argument("--workers", type=int, default=1)
+    proxy.add_argument("--context-limit", type=int)
+    proxy.add_argument("--durability", choices=("power", "process"), default="power")
+    proxy.set_defaults(run=_serve)
+
     for command in (check, tree, bring):
         command.add_argument("--model", help="folder with tokenizer.json, to show and compare text")
         command.add_argument("--family", help="chat format of that model (default: its own template)")
@@ -143,6 +158,14 @@ def _import(asked: argparse.Namespace) -> int:
 
     _say(f"imported {asyncio.run(run())} executions into {asked.store}")
     return 0
+
+
+def _serve(asked: argparse.Namespace) -> int:
+    from gyre_tito.serve import ServeOptions, serve
+
+    values = {key: value for key, value in vars(asked).items() if key not in ("run", "admin_token_file")}
+    token = Path(asked.admin_token_file).read_text("utf-8").splitlines()[0].strip()
+    return serve(ServeOptions(admin_token=token, **values))
 
 
 def _format(asked: argparse.Namespace) -> ChatFormat | None:

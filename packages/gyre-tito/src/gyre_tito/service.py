@@ -29,6 +29,7 @@ from gyre_tito.records import (
 )
 from gyre_tito.requests import ApiError, ChatRequest, TextRequest, Transcript, invalid
 from gyre_tito.schema import StoreError
+from gyre_tito.shard import Shard
 from gyre_tito.store import Store
 
 
@@ -44,6 +45,7 @@ class TitoService:
         model: str = "policy",
         limits: Limits | None = None,
         context_limit: int | None = None,
+        shard: Shard | None = None,
     ) -> None:
         self.store = store
         self.chat_format = chat
@@ -52,6 +54,7 @@ class TitoService:
         self.limits = replace(base, context_limit=context_limit) if context_limit else base
         self.metrics = Metrics()
         self.base_url = ""
+        self.shard = shard
         self._executions: dict[str, Execution] = {}
         self._keys: dict[str, str] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="gyre-tito-render")
@@ -63,6 +66,7 @@ class TitoService:
         """Open an execution; returns what its agent needs. Error: the name is taken."""
         if not spec.execution:
             raise invalid("opening an execution: its name is empty; give every execution a unique one")
+        self._own(spec.execution)
         key = "gyre-" + secrets.token_urlsafe(24)
         try:
             await self.store.add_execution(spec, key)
@@ -97,6 +101,7 @@ class TitoService:
         """
         if status is Status.OPEN:
             raise invalid("closing an execution: give the status it ended with, not 'open'", "status")
+        self._own(execution)
         state = self._executions.pop(execution, None)
         if state is not None:
             self.metrics.gauges["executions_open"] -= 1
@@ -111,7 +116,14 @@ class TitoService:
             raise ApiError(404, "not_found", str(error)) from error
         return self.store.execution(execution)
 
+    def _own(self, execution: str) -> None:
+        """Refuse what another worker serves, so that a tree has one writer."""
+        if self.shard is not None and not self.shard.owns(execution):
+            url = self.shard.url_of(execution)
+            raise ApiError(421, "invalid_request", f"execution {execution!r} is served by the worker at {url}")
+
     def _open(self, execution: str) -> Execution:
+        self._own(execution)
         state = self._executions.get(execution)
         if state is not None:
             return state
@@ -143,6 +155,7 @@ class TitoService:
             raise ApiError(401, "authentication", "unknown API key; use the key that opening the execution gave")
         if info.status is not Status.OPEN:
             raise ApiError(401, "authentication", f"this key's execution {info.execution!r} has ended ({info.status})")
+        self._own(info.execution)
         state = self._executions.get(info.execution) or self._restored(info)
         self._keys[api_key] = info.execution
         return state

@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import tokenizers
@@ -52,6 +53,18 @@ def tiny_tokenizer(vocabulary: int = 400) -> FastTokenizer:
 def tiny_format(family: str = "qwen3", history: HistoryMode = "exact") -> ChatFormat:
     """The tiny tokenizer with a chat format."""
     return make_format(tiny_tokenizer(), family=family, history=history)
+
+
+def save_tiny_model(folder: Path) -> Path:
+    """Write the tiny tokenizer as a model folder that `load_format` reads; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny_tokenizer().save(folder)
+    return folder
+
+
+def rambling_engine() -> BookkeepingEngine:
+    """A backend factory for `python -m gyre_tito serve`."""
+    return BookkeepingEngine(rambling(tiny_format()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

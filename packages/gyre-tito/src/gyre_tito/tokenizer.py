@@ -67,6 +67,16 @@ class FastTokenizer:
             chat_template=template,
         )
 
+    def save(self, folder: str | Path) -> None:
+        """Write `tokenizer.json`, `tokenizer_config.json` and, where there is one, `chat_template.jinja`."""
+        where = Path(folder)
+        self._backend.save(str(where / "tokenizer.json"))
+        eos = None if self.eos_token_id is None else self._backend.id_to_token(self.eos_token_id)
+        config = {"eos_token": eos, "name_or_path": self.name_or_path}
+        (where / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+        if self._template is not None:
+            (where / "chat_template.jinja").write_text(self._template.source, "utf-8")
+
     @property
     def has_template(self) -> bool:
         """Whether the model brought a chat template."""
