@@ -18,6 +18,7 @@ from gyre_scorers.files import FilesScorer
 from gyre_scorers.hidden.scorer import PytestScorer
 from gyre_scorers.options import CompositeOptions
 from gyre_scorers.reading import fault, value
+from gyre_scorers.rubric import RubricScorer
 
 _KEYS = ("scorer", "options", "weight", "gate", "name")
 
@@ -34,6 +35,7 @@ class CompositeScorer:
             "files": FilesScorer(options.files, context),
             "commands": CommandsScorer(options.commands, context),
             "pytest": PytestScorer(options.pytest, context),
+            "rubric": RubricScorer(options.rubric, context),
         }
 
     async def score(self, job: ScoringJob, workspace: Workspace) -> Score:

@@ -5,7 +5,8 @@ Invariant: defaults give a usable scorer. Imports nothing heavy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,31 @@ class PytestOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class RubricOptions:
+    """Scorer `rubric`: the judge."""
+
+    base_url: str = ""
+    """Ends in /v1. Needed."""
+    model: str = "judge"
+    api_key: str = "none"
+    max_tokens: int = 512
+    timeout_s: float = 120.0
+    """Of one question."""
+    tries: int = 3
+    """How often a criterion is asked until the verdict can be read."""
+    concurrent: int = 8
+    """Questions under way at a time."""
+    file_bytes: int = 1 << 16
+    """Of each file that are shown."""
+    extra_body: Mapping[str, object] = field(default_factory=dict)
+    """Added to each request."""
+
+
+@dataclass(frozen=True, slots=True)
 class CompositeOptions:
     """Scorer `composite`: the options of the scorers it composes."""
 
     files: FilesOptions = FilesOptions()
     commands: CommandsOptions = CommandsOptions()
     pytest: PytestOptions = PytestOptions()
+    rubric: RubricOptions = field(default_factory=RubricOptions)

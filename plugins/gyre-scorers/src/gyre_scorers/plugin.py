@@ -38,6 +38,13 @@ def gyre_register() -> Iterable[Registration]:
         ),
         Registration(
             Kind.SCORER,
+            "rubric",
+            "gyre_scorers.rubric:RubricScorer",
+            f"{_OPTIONS}:RubricOptions",
+            "a model answers yes or no for each criterion, behind any chat completions endpoint",
+        ),
+        Registration(
+            Kind.SCORER,
             "composite",
             "gyre_scorers.composite:CompositeScorer",
             f"{_OPTIONS}:CompositeOptions",
