@@ -8,7 +8,7 @@ from .config import CostPriors, SchedConfig
 from .driver import CellDriver, MoveRefused, MoveReport
 from .ids import CellId, CellState, EndStatus, Role, SessionPhase
 from .machine import Scheduler
-from .policies import POLICIES, Policy, Turn, colocate, static, watermark
+from .policies import POLICIES, Policy, Turn, colocate, cost_aware, static, watermark
 
 __all__ = [
     "POLICIES",
@@ -26,6 +26,7 @@ __all__ = [
     "SessionPhase",
     "Turn",
     "colocate",
+    "cost_aware",
     "static",
     "watermark",
 ]

@@ -120,6 +120,8 @@ def ended(w: World, ev: ExecutionEnded) -> None:
         w.note(execution, "to be run again: {}", why)
         w.out.append(RetryExecution(execution.id, group.id, execution.attempt, why))
         return
+    if status is EndStatus.COMPLETED:
+        w.ran(w.now - execution.started)
     execution.status = status
     group.unfinished -= 1
     if group.unfinished == 0:

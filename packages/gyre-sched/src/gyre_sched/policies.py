@@ -13,7 +13,7 @@ from typing import TypeAlias
 from .ids import CellId, CellState, Role
 from .view import View
 
-__all__ = ["POLICIES", "Policy", "Turn", "colocate", "static", "watermark"]
+__all__ = ["POLICIES", "Policy", "Turn", "colocate", "cost_aware", "static", "watermark"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,5 +97,48 @@ def colocate(view: View) -> Sequence[Turn]:
     return ()
 
 
-POLICIES: dict[str, Policy] = {"static": static, "colocate": colocate, "watermark": watermark}
+def cost_aware(view: View) -> Sequence[Turn]:
+    """Watermarks, but a cell turns only when the step is predicted to end sooner by more than the turn costs.
+
+    The step ends when both its training and the sampling it waits for are done: ``max(W/n, tail)`` with ``W`` seconds
+    of training for one cell, ``n`` trainers and the predicted tail of the groups that must be in it.
+    """
+    if view.transit_room <= 0:
+        return ()
+    cfg, costs = view.config, view.costs
+    trainers = max(1, view.train_count + view.arriving_train)
+    work = costs.train_seconds(view.ready_tokens + view.leased_tokens)
+    load = view.utilisation()
+    if load > cfg.high:
+        cell = view.satellite(idle_only=False)
+        if cell is None:
+            return ()
+        tail = view.tail_s()
+        if cell.lease is not None and trainers > 1:
+            later = work / (trainers - 1) + costs["to_rollout_s"]
+            if later > max(work / trainers, tail) and tail > 0 and load < 2.0 * cfg.high:
+                return ()
+        why = f"demand {load:.2f} is above the high mark {cfg.high}; training left {work / trainers:.1f} s"
+        return (Turn(cell.id, Role.ROLLOUT, f"{why}, predicted tail {tail:.1f} s"),)
+    claim = _claim(view)
+    if claim:
+        return claim
+    if not view.ready_tokens or view.rollout_count <= cfg.keep_rollout:
+        return ()
+    price = cfg.switch_margin * costs.round_trip()
+    gain = work / trainers - (work + price) / (trainers + 1)
+    if gain <= 0 or costs.train_seconds(view.ready_tokens) <= trainers * price:
+        return ()
+    idlest = view.idlest()
+    if idlest is None:
+        return ()
+    without = view.utilisation(without=idlest, arriving=False)
+    critical = work / trainers > view.tail_s()
+    if without > (cfg.high if critical else cfg.low):
+        return ()
+    why = f"the step's training ends {gain:.1f} s sooner; without it demand is {without:.2f} of capacity"
+    return (Turn(idlest.id, Role.TRAIN, why),)
+
+
+POLICIES: dict[str, Policy] = {"static": static, "colocate": colocate, "watermark": watermark, "cost-aware": cost_aware}
 """Policies by name."""

@@ -100,6 +100,7 @@ def snapshot(machine: Scheduler) -> dict[str, Any]:
         ),
         "sums": (w.slots, w.kv_tokens, w.all_slots, w.all_kv, w.kv_held, w.calling, w.homed, w.unstarted, w.bare),
         "growth": (w.growth, w.growth_at, w.ended_contexts, w.ended_sessions, w.switches),
+        "history": (tuple(w.durations), tuple(w.recent), w.call_s, w.arrivals, w.admissions),
         "costs": w.costs.snapshot(),
         "deadlines": tuple(sorted(w.deadlines)),
         "stories": {name: tuple(cell.notes) for name, cell in w.cells.items()},

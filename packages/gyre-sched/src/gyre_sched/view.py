@@ -213,6 +213,23 @@ class View:
         """Sessions in a call without a cell."""
         return len(self._w.waiting)
 
+    def tail_s(self) -> float:
+        """Predicted seconds until every group that the open step must contain has ended; 0 if none is missing.
+
+        For an execution that has run for ``t``, the mean over finished executions that ran longer than ``t`` of what
+        they still had to go.
+        """
+        w, led = self._w, self._w.ledger
+        oldest = led.version - w.config.max_staleness
+        worst = 0.0
+        for group in led.outstanding.values():
+            if group.version > oldest:
+                break
+            for execution in group.executions.values():
+                if execution.running:
+                    worst = max(worst, w.residual_s(w.now - execution.started))
+        return worst
+
     # --- training ------------------------------------------------------------------------------------------
 
     @property

@@ -6,9 +6,10 @@ cell changes state only along ``TRANSITIONS``. Decides nothing: handlers and pol
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 from .commands import Command
 from .config import SchedConfig
@@ -35,6 +36,7 @@ TRANSITIONS: dict[CellState, frozenset[CellState]] = {
 
 _GROWTH_TAU = 60.0
 CELL_NOTES = 64
+_HISTORY = 256
 
 
 class World:
@@ -80,6 +82,9 @@ class World:
         self.call_s = 0.0
         """Running mean of how long calls take."""
         self.admissions = 0
+        self.durations: list[float] = []
+        """How long the last executions ran, sorted; ``recent`` has them in order of ending."""
+        self.recent: deque[float] = deque()
         self.moves: dict[int, Session] = {}
         self.next_move = 1
         self.prefixes: OrderedDict[int, int] = OrderedDict()
@@ -240,6 +245,19 @@ class World:
     def growth_now(self) -> float:
         """Tokens per second by which the running contexts grow, averaged over the last minute or so."""
         return self.growth * math.exp((self.growth_at - self.now) / _GROWTH_TAU)
+
+    def ran(self, seconds: float) -> None:
+        """An execution that was not cut ran for ``seconds``."""
+        bisect.insort(self.durations, seconds)
+        self.recent.append(seconds)
+        if len(self.recent) > _HISTORY:
+            del self.durations[bisect.bisect_left(self.durations, self.recent.popleft())]
+
+    def residual_s(self, elapsed: float) -> float:
+        """Predicted seconds to go of an execution that has run for ``elapsed``."""
+        first = bisect.bisect_right(self.durations, elapsed)
+        longer = self.durations[first:]
+        return sum(longer) / len(longer) - elapsed if longer else 0.1 * elapsed
 
     # --- demand against capacity ---------------------------------------------------------------------------
 

@@ -24,6 +24,10 @@ class Bound:
     sampling_cell_s: float
     training_cell_s: float
 
+    def without(self, cell_s: float, cells: int) -> float:
+        """The bound for a run that left work of ``cell_s`` undone on purpose."""
+        return max(self.work_s - cell_s / cells, self.chain_s if not cell_s else 0.0)
+
     @property
     def seconds(self) -> float:
         """The lower bound."""

@@ -49,11 +49,11 @@ _QWENGYRE = Preset(
         cells=16,
         slots=18,
         kv_tokens=20_000_000,
-        step_s=0.039,
-        seq_s=0.00013,
-        prefill_tps=46_000.0,
+        step_s=0.04095,
+        seq_s=0.0001365,
+        prefill_tps=43_810.0,
         prefill_q=1e-6,
-        train_tps=560.0,
+        train_tps=533.3,
         kv_bytes_per_token=98_304.0,
         link_bytes_per_s=400e9,
         to_train_s=11.0,
@@ -74,7 +74,7 @@ _QWENGYRE = Preset(
         fed=45_000.0,
         sampled=14_000.0,
         token_sigma=0.05,
-        pause_s=190.0,
+        pause_s=199.5,
         pause_sigma=0.2,
         batch_tokens=25_000,
     ),
@@ -88,7 +88,7 @@ _QWENGYRE = Preset(
         "and the length of the tail (task_sigma, max_turns) within what is published about agents' lengths"
     ),
     assumed="16 cells; a turn stands for about 40 real ones; switches and syncs as published for smaller models",
-    cut_tail_share=0.15,
+    cut_tail_share=0.2,
 )
 
 _VERL_SWITCH = Preset(

@@ -21,9 +21,10 @@ from gyre_sched.ids import CellId, CellState, EndStatus, Role
 from gyre_sched.machine import Scheduler
 from gyre_sched.policies import Policy
 
+from .bound import sampling_cell_seconds
 from .engine import Engine, Job
 from .models import Hardware
-from .workload import ExecutionPlan, Workload, batches_of
+from .workload import ExecutionPlan, Turn, Workload, batches_of
 
 __all__ = ["Lane", "SimResult", "Simulation", "simulate"]
 
@@ -53,6 +54,9 @@ class SimResult:
     staleness: tuple[int, ...]
     """How many groups trained at staleness 0, 1, 2 …, counted from the oldest version they may contain."""
     cut: int
+    executions: int
+    skipped_cell_s: float
+    """Least cell time of the work that cuts left undone: to be taken off a bound for all work."""
     events: int
     """Simulated events, internal ones included."""
     lanes: tuple[Lane, ...] = field(repr=False, default=())
@@ -106,6 +110,17 @@ class _Run:
         return self.name
 
 
+def _done_part(run: _Run) -> ExecutionPlan:
+    """What was sampled of an execution that is cut, and the share of its tree that this is."""
+    turns = list(run.plan.turns[: run.turn])
+    rest = run.context - sum(t.fed + t.sampled for t in turns)
+    if run.turn < len(run.plan.turns) and rest > 0:
+        fed = min(run.plan.turns[run.turn].fed, rest)
+        turns.append(Turn(fed, rest - fed, 0.0))
+    share = min(1.0, run.context / max(1, run.plan.tokens))
+    return ExecutionPlan(tuple(turns), max(1, int(run.plan.train_tokens * share)))
+
+
 class Simulation:
     """One run. ``train_cells``: how many cells (the core among them) start in TRAIN; 0: all sample, core
     included.
@@ -140,6 +155,8 @@ class Simulation:
         self.step_ends: list[float] = []
         self.staleness = [0] * (config.max_staleness + 2)
         self.moves = self.carried = self.cuts = 0
+        self.skipped = 0.0
+        self.executions = 0
         self.train_cells = train_cells
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._seq = 0
@@ -225,6 +242,7 @@ class Simulation:
         self.admitted_at[cmd.group] = cmd.version
         plans = self.plans.pop(cmd.group)
         self.members[cmd.group] = tuple(_Run(f"{cmd.group}.{i}", cmd.group, p) for i, p in enumerate(plans))
+        self.executions += len(plans)
         for run in self.members[cmd.group]:
             self.runs[run.name] = run
             self._post(e.ExecutionStarted(self.now, run.name, cmd.group))
@@ -295,9 +313,14 @@ class Simulation:
             if stopped is not None:
                 run.context = stopped[1]
             self._watch(cell)
-        share = run.context / max(1, run.plan.tokens)
-        run.plan = ExecutionPlan(run.plan.turns, max(1, int(run.plan.train_tokens * min(1.0, share))))
+        full, done = run.plan, _done_part(run)
+        self.skipped += sampling_cell_seconds(self.hw, full) - sampling_cell_seconds(self.hw, done)
+        self.skipped += self._train_seconds(full) - self._train_seconds(done)
+        run.plan = done
         self._finish(run, EndStatus.TIMEOUT)
+
+    def _train_seconds(self, plan: ExecutionPlan) -> float:
+        return sum(self.hw.train_s(b) for b in batches_of(plan.train_tokens, self.load.batch_tokens))
 
     # --- cells ---------------------------------------------------------------------------------------------
 
@@ -424,6 +447,8 @@ class Simulation:
             moves_carried=self.carried,
             staleness=tuple(self.staleness),
             cut=self.cuts,
+            executions=self.executions,
+            skipped_cell_s=self.skipped,
             events=self.events,
             lanes=tuple(self.lanes),
         )

@@ -1,0 +1,200 @@
+"""Does elastic scheduling earn what was published, and does it ever lose?
+
+Two parts. ``qwengyre``: the preset under all ways of scheduling over several seeds; static takes its best
+split, found by search; the bound is proven (docs/why/sched-bound.md). ``random``: seeded random workloads
+and clusters, elastic (the better of its two policies, no cutting) against the better baseline. The peers
+here are the baselines, run through the same machine. Prints one JSON object as its last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import random
+import statistics
+import time
+from dataclasses import replace
+
+from gyre_sched.plan import best_split, elastic_config, make_plan, pipeline_config
+from gyre_sched.policies import static
+from gyre_sched.sim.models import Hardware
+from gyre_sched.sim.presets import preset
+from gyre_sched.sim.run import simulate
+from gyre_sched.sim.workload import Shape
+
+KINDS = ("short", "long", "bursty", "heavy-tail", "tool-bound", "train-bound")
+FULL = ("colocate-sync", "colocate", "switching", "joining", "moving", "cost-aware", "cutting", "cost-aware+cutting")
+QUICK = ("colocate-sync", "colocate", "cutting", "cost-aware+cutting")
+
+
+def one_seed(job: tuple[int, int, int, bool]) -> dict:
+    """All rows of the preset for one seed; ``split`` training cells for the static rows."""
+    seed, steps, split, full = job
+    p = preset("qwengyre")
+    load = replace(p.workload, steps=steps, seed=seed)
+    plan = make_plan(p.name, p.hardware, load, seed=seed, cut=p.cut_tail_share, only=FULL if full else QUICK)
+    pipe = pipeline_config(p.hardware, load)
+    rows = {r.name: r.result for r in plan.rows}
+    rows["static"] = simulate(p.hardware, load, pipe, static, train_cells=split, seed=seed)
+    if full:
+        stream = elastic_config(p.hardware, load)
+        rows["static-streaming"] = simulate(p.hardware, load, stream, static, train_cells=split, seed=seed)
+    best = min(
+        (r for n, r in rows.items() if n in ("cutting", "cost-aware+cutting", "moving", "cost-aware")),
+        key=lambda r: r.seconds,
+    )
+    bound = plan.bound.without(best.skipped_cell_s, p.hardware.cells)
+    return {
+        "seed": seed,
+        "hours": {n: round(r.hours, 2) for n, r in rows.items()},
+        "idle_share": {n: round(r.idle_share, 3) for n, r in rows.items()},
+        "switches": best.switches,
+        "staleness": best.staleness,
+        "cut_share": round(best.cut / best.executions, 4),
+        "skipped_work_share": round(best.skipped_cell_s / (plan.bound.work_s * p.hardware.cells), 4),
+        "elastic_vs_static": rows["static"].seconds / best.seconds,
+        "elastic_vs_colocate": rows["colocate"].seconds / best.seconds,
+        "elastic_vs_bound": best.seconds / bound,
+    }
+
+
+def random_case(number: int) -> tuple[str, Hardware, Shape]:
+    """Cluster and workload number ``number``: kinds in turn, sizes log-uniform from 4 to 2048 cells."""
+    rng = random.Random(f"plan/{number}")
+    kind = KINDS[number % len(KINDS)]
+    exponent = rng.uniform(2, 6) if number % 20 else rng.uniform(9, 11)
+    cells = max(4, min(2048, round(2**exponent)))
+    big = cells > 128
+    slots = rng.choice((4, 8, 16)) if not big else 2
+    hw = Hardware(
+        cells=cells,
+        slots=slots,
+        kv_tokens=slots * rng.choice((20_000, 60_000)),
+        step_s=rng.uniform(0.005, 0.04),
+        seq_s=rng.uniform(0.0001, 0.003),
+        prefill_tps=rng.uniform(5e3, 5e4),
+        train_tps=rng.uniform(2e3, 2e4),
+        to_train_s=rng.uniform(1, 15),
+        to_rollout_s=rng.uniform(1, 15),
+        sync_s=rng.uniform(1, 10),
+        apply_s=rng.uniform(0.5, 5),
+    )
+    size = rng.choice((2, 4, 8)) if not big else 4
+    groups = max(2, round(cells * slots * rng.uniform(0.4, 1.2) / size))
+    load = Shape(
+        steps=4 if not big else 3,
+        groups_per_step=min(groups, 160 // size if not big else 512),
+        group_size=size,
+        max_staleness=rng.choice((0, 1, 1, 2)),
+        turns=rng.uniform(2, 4) if not big else 2.0,
+        turns_sigma=rng.uniform(0.1, 0.6),
+        task_sigma=rng.uniform(0.1, 0.5),
+        max_turns=16 if not big else 6,
+        first=rng.choice((500, 2000)),
+        fed=rng.uniform(100, 1500),
+        sampled=rng.uniform(200, 1500),
+        pause_s=rng.uniform(0.5, 5),
+        seed=number,
+    )
+    if kind == "short":
+        load = replace(load, sampled=load.sampled / 4, fed=load.fed / 4)
+    elif kind == "long":
+        load = replace(load, sampled=load.sampled * 2, fed=load.fed * 2)
+    elif kind == "bursty":
+        load = replace(load, burst=max(2, load.groups_per_step // 3), burst_factor=3.0)
+    elif kind == "heavy-tail":
+        load = replace(load, turns_sigma=0.9, task_sigma=0.7)
+    elif kind == "tool-bound":
+        load = replace(load, pause_s=load.pause_s * 10)
+    else:
+        hw = replace(hw, train_tps=hw.train_tps / 5)
+    return kind, hw, load
+
+
+def one_random(number: int) -> dict:
+    kind, hw, load = random_case(number)
+    trial = replace(load, steps=2 if hw.cells > 64 else 3)
+    only = ("colocate-sync", "colocate", "static", "static-streaming", "moving", "cost-aware")
+    plan = make_plan(kind, hw, load, only=only, trial=trial, seed=number)
+    rows = {r.name: r.result.seconds for r in plan.rows}
+    baseline = min(rows["colocate"], rows["static"])
+    elastic = min(rows["moving"], rows["cost-aware"])
+    return {
+        "number": number,
+        "kind": kind,
+        "cells": hw.cells,
+        "gain": baseline / elastic,
+        "watermark": baseline / rows["moving"],
+        "cost_aware": baseline / rows["cost-aware"],
+        "vs_streaming": rows["static-streaming"] / elastic,
+        "vs_bound": elastic / plan.bound.seconds,
+    }
+
+
+def spread(values: list[float], worst: str) -> dict:
+    ends = {"min": min(values), "median": statistics.median(values), "max": max(values)}
+    return {k: round(v, 4) for k, v in ends.items()} | {"worst": round(ends[worst], 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="only the JSON line")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--random", type=int, default=204, help="number of random workloads")
+    parser.add_argument("--workers", type=int, default=2)
+    args = parser.parse_args()
+    began = time.perf_counter()
+    p = preset("qwengyre")
+    trial = replace(p.workload, steps=min(12, args.steps))
+    split = best_split(p.hardware, trial, pipeline_config(p.hardware, trial))
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        jobs = [(seed, args.steps, split, seed == 0) for seed in range(args.seeds)]
+        seeds = []
+        for done in pool.imap_unordered(one_seed, jobs):
+            seeds.append(done)
+            if not args.json:
+                print(json.dumps(done), flush=True)
+        cases = []
+        for case in pool.imap_unordered(one_random, range(args.random)):
+            cases.append(case)
+            if not args.json and (case["gain"] < 1.0 or len(cases) % 20 == 0):
+                print(json.dumps(case), flush=True)
+    seeds.sort(key=lambda s: s["seed"])
+    gains = [c["gain"] for c in cases]
+    out = {
+        "benchmark": "plan_paper",
+        "hardware": f"{platform.machine()}, {args.workers} processes, Python {platform.python_version()}; "
+        "virtual time, so the figures do not depend on it",
+        "preset": "qwengyre",
+        "steps": args.steps,
+        "static_training_cells": split,
+        "static_hours_median": statistics.median(s["hours"]["static"] for s in seeds),
+        "colocate_hours_median": statistics.median(s["hours"]["colocate"] for s in seeds),
+        "elastic_vs_static": spread([s["elastic_vs_static"] for s in seeds], "min"),
+        "elastic_vs_colocate": spread([s["elastic_vs_colocate"] for s in seeds], "min"),
+        "elastic_vs_bound": spread([s["elastic_vs_bound"] for s in seeds], "max"),
+        "cut_share": spread([s["cut_share"] for s in seeds], "max"),
+        "seeds": seeds,
+    }
+    if cases:
+        out |= {
+            "random_workloads": len(cases),
+            "worst_vs_best_baseline": round(min(gains), 4),
+            "median_vs_best_baseline": round(statistics.median(gains), 4),
+            "worst_watermark": round(min(c["watermark"] for c in cases), 4),
+            "worst_cost_aware": round(min(c["cost_aware"] for c in cases), 4),
+            "worst_vs_static_streaming": round(min(c["vs_streaming"] for c in cases), 4),
+            "by_kind": {
+                k: round(min(c["gain"] for c in cases if c["kind"] == k), 4) for k in {c["kind"] for c in cases}
+            },
+            "worst_cases": sorted(cases, key=lambda c: c["gain"])[:5],
+        }
+    out["wall_s"] = round(time.perf_counter() - began, 1)
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()
