@@ -79,7 +79,10 @@ class Workspace(Protocol):
         """Run a command to its end or limit; no process of it outlives the call. InfrastructureError if *we* fail."""
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
-        """At most `limit` bytes of a regular file inside; FileNotFoundError, PermissionError for paths that lead out."""
+        """At most `limit` bytes of a regular file inside.
+
+        Raises FileNotFoundError, and PermissionError for paths that lead out.
+        """
 
     async def write(self, path: str, data: bytes) -> None:
         """Create or replace a file inside, with its parents; PermissionError for paths that lead out."""
@@ -127,8 +130,10 @@ class Harness(Protocol):
     """Runs an agent. Stateless between executions; many run concurrently in one event loop."""
 
     async def run(self, job: ExecutionJob, workspace: Workspace, events: HarnessEvents) -> ExecutionEnd:
-        """Run to an end. Agent mistakes and limits are statuses; only InfrastructureError is raised. When cancelled, it stops
-        within a second and leaves the workspace as it stands."""
+        """Run to an end. Agent mistakes and limits are statuses; only InfrastructureError is raised.
+
+        When cancelled, it stops within a second and leaves the workspace as it stands.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,4 +148,4 @@ class Scorer(Protocol):
     """Judges a workspace."""
 
     async def score(self, job: ScoringJob, workspace: Workspace) -> Score:
-        """Partial credit per milestone. Raises InfrastructureError when judging itself failed: never a zero for that."""
+        """Partial credit per milestone. Raises InfrastructureError when judging itself failed: that is no zero."""

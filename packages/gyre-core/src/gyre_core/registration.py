@@ -32,8 +32,8 @@ class Kind(StrEnum):
 class Registration:
     """One component of a plugin.
 
-    `target` is "module:Class". The class is made by `Class(options, context)`, where `options` is an instance of the frozen
-    dataclass named by `options` ("module:Class", import-light; defaults give a usable component) and `context` a
+    `target` is "module:Class". The class is made by `Class(options, context)`, where `options` is an instance of the
+    frozen dataclass named by `options` ("module:Class", import-light; defaults give a usable component) and `context` a
     `ComponentContext`.
     """
 
