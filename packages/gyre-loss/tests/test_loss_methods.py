@@ -29,6 +29,13 @@ random_forest = _load("test_loss_data").random_forest
 build_model = _load("conftest").build_model
 
 DEFAULT = Options()
+
+
+@pytest.fixture(params=[0, 9, 256], ids=lambda limit: f"clusters of {limit}")
+def cluster_limit(request, monkeypatch):
+    monkeypatch.setattr("gyre_loss.attention.CLUSTER_LIMIT", request.param)
+
+
 METHODS = [
     ("packed", Options(attention="dense")),
     ("packed", Options(attention="blocked")),
@@ -143,6 +150,33 @@ def test_loss_and_gradient_do_not_depend_on_the_partition(seed, slack, model64):
     assert total.sums == pytest.approx(whole[2].sums, rel=1e-9, abs=1e-12)
     assert total.counts == whole[2].counts
     assert total.maxima == pytest.approx(whole[2].maxima)
+
+
+@pytest.mark.usefixtures("cluster_limit")
+@pytest.mark.parametrize("seed", range(4))
+def test_blocked_attention_with_and_without_clusters(seed, model64):
+    batch = random_forest(seed, 5, 12)
+    _, want, _ = gradient(model64, batch, PolicyLoss(Reinforce()), "packed", Options(attention="dense"))
+    _, got, _ = gradient(model64, batch, PolicyLoss(Reinforce()), "packed", Options(attention="blocked"))
+    assert relative(got, want) < 1e-10
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), limit=st.integers(0, 40))
+def test_clusters_are_whole_subtrees_and_tile_with_the_rest(seed, limit):
+    from gyre_loss import attention
+    from gyre_loss.layout import segments
+
+    found = segments(random_forest(seed, 4, 9))
+    before, attention.CLUSTER_LIMIT = attention.CLUSTER_LIMIT, limit
+    alone, clusters = attention.cluster(found)
+    attention.CLUSTER_LIMIT = before
+    pieces = sorted([(s.start, s.stop) for s in alone] + clusters)
+    assert [stop for _, stop in pieces][:-1] == [start for start, _ in pieces][1:]
+    assert (pieces[0][0], pieces[-1][1]) == (0, found[-1].stop)
+    for start, stop in clusters:
+        assert stop - start <= limit
+        assert all(s.end <= stop for s in found if start <= s.start < stop)
 
 
 def test_the_model_is_as_it_was(model64):

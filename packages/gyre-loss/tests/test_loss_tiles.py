@@ -43,6 +43,24 @@ def test_a_block_equals_autograd(rows, columns, causal):
 
 
 @pytest.mark.usefixtures("way")
+def test_a_masked_block_equals_autograd():
+    query, key, value = inputs(7, 7)
+    mask = torch.ones(7, 7).tril().bool()
+    mask[4:, 0:3] = False
+    wide_k, wide_v = (t.repeat_interleave(2, 0) for t in (key, value))
+    scores = (query @ wide_k.transpose(-1, -2) * 0.3).masked_fill(~mask, -torch.inf)
+    want = torch.softmax(scores, -1) @ wide_v
+    plain = [t.detach() for t in (query, key, value)]
+    out, lse = tiles.forward(*plain, 0.3, False, mask)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, torch.logsumexp(scores, -1))
+    grad = torch.randn_like(want)
+    found = tiles.backward(grad, *plain, out, lse, 0.3, False, mask)
+    for got, expected in zip(found, torch.autograd.grad(want, [query, key, value], grad), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.usefixtures("way")
 def test_joined_blocks_are_the_whole():
     query, key, value = inputs(6, 10)
     want, want_lse = reference(query, key, value, 0.3, False)

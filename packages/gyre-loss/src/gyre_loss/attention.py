@@ -1,10 +1,10 @@
 """Tree attention over a packed forest: each token sees its own path and nothing else.
 
-Three computations of one function. ``DenseAttention`` masks (small forests, sliding windows); ``BlockedAttention``
-walks the segments: a segment attends to itself causally, and everything below it attends to all of it, so no mask
-exists, every slice is a view and the work is the number of (query, key) pairs; ``gyre_loss.flex`` builds
-FlexAttention's block masks for GPUs. The invariant: token k is visible to token q exactly if ``k <= q <
-subtree_end[k]``.
+Three computations of one function. ``DenseAttention`` masks (small forests, sliding windows).
+``BlockedAttention`` walks the segments: a segment attends to itself causally, and everything below it attends
+to all of it, so there is no mask, every slice is a view and the work is the number of (query, key) pairs;
+small subtrees are done several at a time under a small mask. ``gyre_loss.flex`` builds FlexAttention's block
+masks for GPUs. The invariant: token k is visible to token q exactly if ``k <= q < subtree_end[k]``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from gyre_loss.logprob import accumulator
 
 DENSE_LIMIT = 512
 """Forests of up to this many tokens use the dense mask on CPU, where it is the faster one."""
+
+
+CLUSTER_LIMIT = 256
+"""Subtrees of up to this many tokens together are one masked block of ``BlockedAttention``."""
 
 
 class Attention(Protocol):
@@ -64,16 +68,49 @@ class DenseAttention:
         )[0]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockedAttention:
-    """Segment by segment, O(N) memory; full attention only."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Queries ``rows`` over keys ``columns``: all of them, causally, or as ``mask`` bool[n, n] says."""
 
-    segments: tuple[Segment, ...]
+    rows: slice
+    columns: slice
+    causal: bool = False
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockedAttention:
+    """Block by block, O(N) memory; full attention only.
+
+    ``own`` tile the tokens: each is a segment over itself, or a cluster of small subtrees under a mask. ``above``: what
+    stands below a segment, over that segment.
+    """
+
+    own: tuple[Block, ...]
+    above: tuple[Block, ...]
+
+    @classmethod
+    def of(cls, batch: TreeBatch, place: Layout, device: torch.device) -> BlockedAttention:
+        """The blocks of a forest."""
+        own: list[Block] = []
+        above: list[Block] = []
+        parts, clusters = cluster(segments(batch))
+        for part in parts:
+            inside, below = slice(part.start, part.stop), slice(part.stop, part.end)
+            own.append(Block(inside, inside, causal=True))
+            if part.stop < part.end:
+                above.append(Block(below, inside))
+        end = torch.from_numpy(place.subtree_end).to(device)
+        for start, stop in clusters:
+            index = torch.arange(start, stop, device=device)
+            mask = (index[None] <= index[:, None]) & (index[:, None] < end[None, start:stop])
+            own.append(Block(slice(start, stop), slice(start, stop), mask=mask))
+        return cls(tuple(own), tuple(above))
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
-        """Attention over paths by segments; raises ValueError for a sliding window."""
+        """Attention over paths by blocks; raises ValueError for a sliding window."""
         if window is not None:
             fail(
                 f"computing tree attention in layer {layer}",
@@ -81,73 +118,85 @@ class BlockedAttention:
                 "full attention",
                 'Use attention="dense" for small forests, "flex" on a GPU, or method="branches".',
             )
-        out: Tensor = _BlockedAttention.apply(query, key, value, self.segments, scale)
+        out: Tensor = _BlockedAttention.apply(query, key, value, self.own, self.above, scale)
         return out
+
+
+def cluster(parts: Sequence[Segment]) -> tuple[list[Segment], list[tuple[int, int]]]:
+    """Segments that stand alone, and ranges ``start, stop`` of whole subtrees that are small together.
+
+    A range holds every token that sees a token of it, so one masked block serves for it, instead of a call per segment.
+    """
+    alone: list[Segment] = []
+    found: list[tuple[int, int]] = []
+    done = 0
+    for part in parts:
+        if part.start < done:
+            continue
+        if part.end - part.start > CLUSTER_LIMIT:
+            alone.append(part)
+            continue
+        if found and found[-1][1] == part.start and part.end - found[-1][0] <= CLUSTER_LIMIT:
+            found[-1] = (found[-1][0], part.end)
+        else:
+            found.append((part.start, part.end))
+        done = part.end
+    return alone, found
 
 
 class _BlockedAttention(torch.autograd.Function):
     """Blocks joined by log-sum-exp forward; each block's share added backward."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Segment], scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        own: Sequence[Block],
+        above: Sequence[Block],
+        scale: float,
+    ) -> Tensor:
         out = torch.empty(query.shape, dtype=accumulator(query), device=query.device)
         lse = torch.empty(query.shape[:2], dtype=accumulator(query), device=query.device)
-        for part in parts:
-            own = slice(part.start, part.stop)
-            out[:, own], lse[:, own] = tiles.forward(query[:, own], key[:, own], value[:, own], scale, True)
-        for part in parts:
-            if part.stop < part.end:
-                own, below = slice(part.start, part.stop), slice(part.stop, part.end)
-                block = tiles.forward(query[:, below], key[:, own], value[:, own], scale, False)
-                tiles.join(out[:, below], lse[:, below], *block)
+        for block in own:
+            out[:, block.rows], lse[:, block.rows] = _output(query, key, value, block, scale)
+        for block in above:
+            tiles.join(out[:, block.rows], lse[:, block.rows], *_output(query, key, value, block, scale))
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, lse)
-        ctx.options = (parts, scale)
+        ctx.options = (own, above, scale)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        parts, scale = ctx.options
-        grad = grads[0]
+        own, above, scale = ctx.options
         d_query, d_key, d_value = (torch.empty_like(t, dtype=accumulator(t)) for t in (query, key, value))
-        for part in parts:
-            own = slice(part.start, part.stop)
-            d_query[:, own], d_key[:, own], d_value[:, own] = _share(
-                grad, query, key, value, out, lse, own, own, scale, True
+        for block in (*own, *above):
+            share = tiles.backward(
+                grads[0][:, block.rows],
+                query[:, block.rows],
+                key[:, block.columns],
+                value[:, block.columns],
+                out[:, block.rows],
+                lse[:, block.rows],
+                scale,
+                block.causal,
+                block.mask,
             )
-        for part in parts:
-            if part.stop < part.end:
-                own, below = slice(part.start, part.stop), slice(part.stop, part.end)
-                share = _share(grad, query, key, value, out, lse, below, own, scale, False)
-                d_query[:, below] += share[0]
-                d_key[:, own] += share[1]
-                d_value[:, own] += share[2]
-        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None
+            places = (block.rows, block.columns, block.columns)
+            for total, place, part in zip((d_query, d_key, d_value), places, share, strict=True):
+                if block.rows == block.columns:
+                    total[:, place] = part
+                else:
+                    total[:, place] += part
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
 
 
-def _share(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rows: slice,
-    columns: slice,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return tiles.backward(
-        grad[:, rows],
-        query[:, rows],
-        key[:, columns],
-        value[:, columns],
-        out[:, rows],
-        lse[:, rows],
-        scale,
-        causal,
-    )
+def _output(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    rows, columns = block.rows, block.columns
+    return tiles.forward(query[:, rows], key[:, columns], value[:, columns], scale, block.causal, block.mask)
 
 
 def choose(batch: TreeBatch, place: Layout, device: torch.device, kind: str = "auto") -> Attention:
@@ -161,7 +210,7 @@ def choose(batch: TreeBatch, place: Layout, device: torch.device, kind: str = "a
     if kind == "dense":
         return DenseAttention.of(place, device)
     if kind == "blocked":
-        return BlockedAttention(segments(batch))
+        return BlockedAttention.of(batch, place, device)
     if kind == "flex":
         from gyre_loss.flex import FlexAttention
 
