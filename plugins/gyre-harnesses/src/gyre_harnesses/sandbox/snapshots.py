@@ -15,6 +15,7 @@ from gyre_core.errors import InfrastructureError
 def save(folder: str, location: str) -> None:
     """Put `folder` into the tar file `location`, atomically. Links stay links; sockets and pipes are left out."""
     partial = f"{location}.{os.getpid()}.partial"
+    open_up(folder)
     try:
         with open(partial, "wb") as raw:
             with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -30,6 +31,26 @@ def save(folder: str, location: str) -> None:
         ) from error
 
 
+def open_up(folder: str) -> None:
+    """Give the owner back what modes deny it, or the folder could not be saved. No-op for root, who reads all."""
+    if os.geteuid() == 0:
+        return
+    os.chmod(folder, os.stat(folder).st_mode & 0o7777 | 0o700)
+    ahead = [folder]
+    while ahead:
+        here = ahead.pop()
+        with os.scandir(here) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    continue
+                mode = entry.stat(follow_symlinks=False).st_mode & 0o7777
+                wanted = mode | (0o700 if entry.is_dir(follow_symlinks=False) else 0o400)
+                if mode != wanted:
+                    os.chmod(entry.path, wanted)
+                if entry.is_dir(follow_symlinks=False):
+                    ahead.append(entry.path)
+
+
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     member.uid = member.gid = 0
     member.uname = member.gname = ""
@@ -40,7 +61,7 @@ def load(location: str, folder: str) -> None:
     """Fill the empty `folder` from a snapshot; InfrastructureError when the file is missing, cut or not a snapshot."""
     links: set[str] = set()
 
-    def safe(member: tarfile.TarInfo, _: str) -> tarfile.TarInfo:
+    def safe(member: tarfile.TarInfo) -> tarfile.TarInfo:
         parts = [part for part in member.name.split("/") if part not in ("", ".")]
         through_link = any("/".join(parts[:n]) in links for n in range(1, len(parts)))
         if ".." in parts or member.name.startswith("/") or through_link or _plain(member) is None:
@@ -53,7 +74,9 @@ def load(location: str, folder: str) -> None:
 
     try:
         with tarfile.open(location) as tar:
-            tar.extractall(folder, filter=safe)
+            # Python before 3.11.4 has no filters and ignores the attribute; `safe` is stricter than the default one.
+            tar.extraction_filter = lambda member, _: member
+            tar.extractall(folder, [safe(member) for member in tar])
     except (OSError, tarfile.TarError) as error:
         raise InfrastructureError(
             f"restoring a workspace from {location}", got=f"{type(error).__name__}: {error}", expected="a snapshot"

@@ -83,17 +83,29 @@ def enter(setup: Setup) -> Kept:
     return replace(kept, problems=("files, processes and network of the host are open to commands",))
 
 
-def set_limits(setup: Setup, *, processes: bool) -> None:
+def tasks_of(uid: int) -> int:
+    """Processes and threads of a user."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                if os.stat(f"/proc/{name}").st_uid == uid:
+                    total += len(os.listdir(f"/proc/{name}/task"))
+            except OSError:
+                continue
+    return total
+
+
+def set_limits(setup: Setup, *, processes: int) -> None:
     """Resource limits of the calling process and what it starts. CPU time is set for each command instead."""
     limits = [
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, setup.file_bytes),
         (resource.RLIMIT_NOFILE, setup.open_files),
+        (resource.RLIMIT_NPROC, processes),
     ]
     if setup.memory_bytes:
         limits.append((resource.RLIMIT_AS, setup.memory_bytes))
-    if processes:
-        limits.append((resource.RLIMIT_NPROC, setup.processes))
     for which, value in limits:
         hard = resource.getrlimit(which)[1]
         bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -114,7 +126,8 @@ def _confine_child(setup: Setup) -> None:
         devices = [f"/dev/{name}" for name in (*_DEVICES, "tty")]
         linux.landlock([*setup.visible, "/proc"], [*own, *devices])
     root = os.geteuid() == 0
-    set_limits(setup, processes=root)
+    # The kernel counts by user: without one of its own, the workspace's share comes on top of what runs already.
+    set_limits(setup, processes=setup.processes + (0 if root else tasks_of(os.geteuid())))
     if root:
         _become(setup.uid)
 
@@ -149,7 +162,7 @@ def _enter_namespaces(setup: Setup) -> Kept:
         linux.loopback_up()
     linux.drop_capability_bounds()
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-    set_limits(setup, processes=True)
+    set_limits(setup, processes=setup.processes)
     return Kept(
         setup,
         work="/workspace",
