@@ -1,0 +1,150 @@
+"""Runs that lose processes in mid-step, and runs that are killed whole and go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gyre_rl.ring import run
+from gyre_rl.run.directory import RunDirectory
+from gyre_rl.views import events as ev
+from gyre_tito import Store
+from small import QUICKSTART, SMALL, Probe, check_counted_once, kill, processes_of, small_config
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Killer:
+    """kill -9 of one cell at the first event that `when` accepts; `when` gives its name or None."""
+
+    def __init__(self, root: Path, when) -> None:
+        self.root, self.when, self.victim = root, when, ""
+
+    def __call__(self, event: ev.Event) -> None:
+        if not self.victim and (victim := self.when(event)):
+            self.victim = victim
+            kill(self.root, victim)
+
+
+def run_with(root: Path, when, *sets: str):
+    config = small_config(root, *sets)
+    killer = Killer(config.resolve(str(root)), when)
+    probe = Probe(killer)
+    summary = asyncio.run(run(config, view=probe))
+    assert killer.victim, "nothing was killed, so nothing is proven"
+    return summary, probe, killer.victim
+
+
+def check_whole(summary, probe, victim: str, root: Path) -> None:
+    assert (summary.status, summary.steps, summary.lost_calls) == ("finished", 2, 0)
+    lost = [e for e in probe.of(ev.CellStateChanged) if e.state == "LOST"]
+    assert [e.cell for e in lost] == [victim]
+    check_counted_once(probe.seen, steps=2)
+    zeros = [e for e in probe.of(ev.ExecutionEnded) if e.status == "failed" and e.score is not None]
+    assert zeros == [], "a failure of ours must not be scored"
+    per_group = Counter(e.group for e in probe.of(ev.GroupReady))
+    assert set(per_group.values()) == {1}
+    assert processes_of(root) == []
+
+
+def test_kill_9_of_a_satellite_that_holds_a_lease(tmp_path: Path) -> None:
+    def when(event: ev.Event) -> str | None:
+        return event.cell if isinstance(event, ev.Leased) and not event.core else None
+
+    summary, probe, victim = run_with(tmp_path, when)
+    check_whole(summary, probe, victim, tmp_path)
+    assert summary.satellite_joins > 0
+
+
+def test_kill_9_of_a_rollout_cell_with_running_calls(tmp_path: Path) -> None:
+    ended = Counter()
+
+    def when(event: ev.Event) -> str | None:
+        if isinstance(event, ev.ExecutionEnded) and event.purpose == "train":
+            ended["train"] += 1
+        return "cell-1#1" if ended["train"] == 3 else None
+
+    summary, probe, victim = run_with(tmp_path, when, "scheduler.policy=static")
+    check_whole(summary, probe, victim, tmp_path)
+
+
+def test_kill_9_of_the_core_in_mid_step(tmp_path: Path) -> None:
+    def when(event: ev.Event) -> str | None:
+        return "cell-0#1" if isinstance(event, ev.Contributed) and event.step == 1 else None
+
+    summary, probe, victim = run_with(tmp_path, when)
+    check_whole(summary, probe, victim, tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_is_killed_whole_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+    """kill -9 and Ctrl-C in mid-step, then `gyre resume`: every group trains once, what had ended is not run again."""
+    root = tmp_path / "run"
+    sets = [f"--set={item}" for item in (*SMALL, f"dir={root}")]
+    gyre = [sys.executable, "-m", "gyre_rl.cli"]
+    first = subprocess.Popen([*gyre, "run", str(QUICKSTART), "--plain", *sets], stderr=subprocess.PIPE, text=True)
+    log = RunDirectory(root).events
+    _wait_for(lambda: log.exists() and _ended_after_first_step(ev.read_log(log)) >= 3, first)
+    first.send_signal(number)
+    status = first.wait(60)
+    assert status == (-signal.SIGKILL if number is signal.SIGKILL else 130)
+    _wait_for(lambda: not processes_of(root), None)
+    if number is signal.SIGINT:
+        assert f"gyre resume {root}" in first.stderr.read()
+    before = [ev.parse(e) for e in ev.read_log(log)]
+    again = subprocess.run(
+        [*gyre, "resume", str(root), "--plain", "--json"], capture_output=True, text=True, check=False, timeout=400
+    )
+    assert again.returncode == 0, again.stderr[-3000:]
+    events = [ev.parse(e) for e in ev.read_log(log)]
+    applied = [e.step for e in events if isinstance(e, ev.StepApplied)]
+    assert applied == [0, 1]
+    _check_each_group_once(events)
+    _check_nothing_ran_twice(before, events[len(before) :], root)
+    assert processes_of(root) == []
+
+
+def _ended_after_first_step(log) -> int:
+    kinds = [e.kind for e in log]
+    if "step_applied" not in kinds:
+        return 0
+    return sum(kind == "execution_ended" for kind in kinds[kinds.index("step_applied") :])
+
+
+def _wait_for(what, process: subprocess.Popen | None, seconds: float = 240) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        assert process is None or process.poll() is None, process.stderr.read()[-3000:]
+        time.sleep(0.1)
+
+
+def _check_each_group_once(events) -> None:
+    """The last life's seats: each step over the wanted number of groups, no group in two steps."""
+    seats: dict[str, int] = {}
+    for event in events:
+        if isinstance(event, ev.GroupReady):
+            seats[event.group] = event.step
+    per_step = Counter(seats.values())
+    assert per_step == {0: 4, 1: 4}
+    assert sorted(seats) == [f"g{i:06d}" for i in range(8)], "a task was skipped"
+
+
+def _check_nothing_ran_twice(before, after, root: Path) -> None:
+    """An execution that had ended and been scored before the kill has no second attempt."""
+    ended = {e.execution for e in before if isinstance(e, ev.ExecutionEnded) and e.score is not None}
+    started = {e.execution for e in after if isinstance(e, ev.ExecutionStarted)}
+    assert not {name for name in started if name.split(".r")[0] in ended}
+    with Store.open(RunDirectory(root).store) as store:
+        names = [info.execution for info in store.executions()]
+    assert len(names) == len(set(names))
+    assert os.path.exists(RunDirectory(root).summary)
