@@ -248,6 +248,53 @@ async def test_a_second_destination_is_told_to_wait_and_the_same_one_takes_over(
         await channel.close()
 
 
+async def test_a_slow_freeze_of_a_move_that_ended_does_not_touch_the_next_move():
+    source, slow = filled(), asyncio.Event()
+
+    class Slow(HostPool):
+        async def freeze(self, session):
+            await slow.wait()
+            return await super().freeze(session)
+
+    source.__class__ = Slow
+    async with MigrationServer(source, key=KEY, lease_s=0.3) as server:
+        channel = await connect(server.endpoint, KEY)
+        await channel.send(encode(opening("a" * 32)))
+        await asyncio.sleep(1.0)
+        assert server.moves()["a" * 32] == ("s", "aborted")
+        early = await ask(channel, opening("b" * 32))
+        assert isinstance(early, Refused)
+        assert early.code == "busy"
+        slow.set()
+        await settled(source)
+        assert mine(source)
+        offer = await ask(channel, opening("c" * 32))
+        assert isinstance(offer, Offer)
+        assert not mine(source)
+        assert isinstance(await ask(channel, Commit("c" * 32, 2, offer.generation, offer.token_digest)), Released)
+        assert not mine(source)
+        await channel.close()
+
+
+async def test_a_source_that_cannot_describe_its_pool_refuses():
+    source, sink = filled(), HostPool(LAYOUT, 3)
+    real = source.layout
+    calls = iter([True, True, False])
+
+    def layout():
+        if next(calls, False):
+            return real()
+        raise RuntimeError("asleep")
+
+    source.layout = layout
+    async with MigrationServer(source, key=KEY) as server:
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+        source.layout = real
+        assert report.code == "engine", report
+        assert "asleep" in report.reason
+        await check_stays(source, sink, 64, report)
+
+
 async def test_reads_after_release_are_refused():
     from gyre_kvxfer.errors import TransportError
     from gyre_kvxfer.plan import Runs

@@ -19,9 +19,9 @@ SMALL = {
     "pre-copy, deaths": w.Scenario(until=1, deaths=True),
 }
 LARGE = {
-    "at once, long": w.Scenario(freeze_below=1 << 20, until=7),
-    "at once, long, deaths, faults": w.Scenario(freeze_below=1 << 20, until=4, deaths=True, faults=True),
-    "pre-copy, long": w.Scenario(until=4),
+    "at once, long": w.Scenario(freeze_below=1 << 20, until=6),
+    "at once, long, deaths, faults": w.Scenario(freeze_below=1 << 20, until=3, deaths=True, faults=True),
+    "pre-copy, long": w.Scenario(until=3),
     "pre-copy, deaths, faults": w.Scenario(until=2, deaths=True, faults=True),
 }
 
@@ -55,7 +55,7 @@ def test_no_reachable_world_has_two_owners_or_loses_the_session(name):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", LARGE)
 def test_the_same_over_longer_times_with_deaths_and_faults(name):
-    check(LARGE[name], 100)
+    check(LARGE[name], 200)
 
 
 BREAKS = {

@@ -108,8 +108,11 @@ class MigrationServer:
             if move.machine.owns:
                 await self._run(move, move.machine.handle(m.ActionFailed("pin", "closed", "the source shuts down")))
         engine = [x.task for x in self._moves.values() if x.task is not None and not x.task.done()]
+        sums = [x.sums for x in self._moves.values() if x.sums is not None and not x.sums.done()]
         if engine:
             await asyncio.wait(engine, timeout=self._lease_s)
+        if sums:
+            await asyncio.wait(sums)  # they read the pool, which its owner may free after this
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -159,7 +162,12 @@ class MigrationServer:
         assert self._socket is not None
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(self._socket)
+            try:
+                sock, _ = await loop.sock_accept(self._socket)
+            except OSError as err:  # out of file descriptors, or the peer went away again
+                log.warning("accepting a connection failed: %s", err)
+                await asyncio.sleep(TICK_S)
+                continue
             sock.setblocking(False)
             if len(self._open) >= MAX_CONNECTIONS:
                 sock.close()
@@ -262,7 +270,7 @@ class MigrationServer:
                 case m.Send(message):
                     await self._send(move.reply_to, message)
                 case m.SendOffer():
-                    await self._send_offer(move, action)
+                    await self._offer_or_end(move, action)
                 case m.DoPin() | m.DoFreeze():
                     move.task = self._spawn(self._engine(move, action))
                 case m.DoRelease(generation, forget):
@@ -270,8 +278,13 @@ class MigrationServer:
                 case m.DoUnfreeze():
                     await self._quietly(self._source.unfreeze(move.session))
                 case m.Closed():
-                    if self._by_session.get(move.session) == move.machine.move:
-                        del self._by_session[move.session]
+                    if move.task is None or move.task.done():
+                        self._free_session(move)
+
+    def _free_session(self, move: ServedMove) -> None:
+        """Another move of the session may begin. Not before this one's last engine call has ended and been undone."""
+        if self._by_session.get(move.session) == move.machine.move:
+            del self._by_session[move.session]
 
     async def _quietly(self, call: Awaitable[None]) -> None:
         try:
@@ -296,6 +309,8 @@ class MigrationServer:
         except Exception as err:  # noqa: BLE001 - boundary: whatever the engine raises is a refusal with its words
             event = m.ActionFailed(name, "engine", f"{type(err).__name__}: {err}")
         await self._run(move, move.machine.handle(event))
+        if move.machine.state in ("moved", "aborted"):
+            self._free_session(move)
 
     def _token_digest(self, move: ServedMove, layout: KVLayout, pinned: Pinned) -> str:
         """Digest of all tokens; those of earlier rounds are not hashed again."""
@@ -303,6 +318,14 @@ class MigrationServer:
             move.tokens = TokenDigest(layout.fingerprint(), pinned.version)
         move.tokens.update(pinned.token_ids[move.tokens.count :])
         return move.tokens.hex()
+
+    async def _offer_or_end(self, move: ServedMove, offer: m.SendOffer) -> None:
+        """Send the offer; a source that cannot even describe it ends the move."""
+        try:
+            await self._send_offer(move, offer)
+        except Exception as err:  # noqa: BLE001 - boundary: an engine that sleeps or fails refuses with its words
+            failed = m.ActionFailed("freeze" if offer.frozen else "pin", "engine", f"{type(err).__name__}: {err}")
+            await self._run(move, move.machine.handle(failed))
 
     async def _send_offer(self, move: ServedMove, offer: m.SendOffer) -> None:
         pinned, layout = offer.pinned, self._source.layout()
@@ -313,7 +336,7 @@ class MigrationServer:
             metas |= {name: shm_meta() for name in ("shm", "tcp") if name in self._offered()}
             access = Access(layout, self._regions, metas).dumps()
         message = Offer(
-            *(move.machine.move, offer.seq, move.session, pinned.generation, pinned.version, offer.frozen),
+            *(move.machine.move, offer.seq, move.session, int(pinned.generation), int(pinned.version), offer.frozen),
             *(offer.have, len(pinned.token_ids), layout.block_size, offer.token_digest),
             *(layout.fingerprint(), int(self._lease_s * 1000)),
             access,
