@@ -198,6 +198,21 @@ def doctor(
         examine(console)
 
 
+@app.command()
+def dash(
+    run_dir: RunDir,
+    port: Annotated[int, typer.Option("--port", help="0 takes a free one.")] = 0,
+    host: Annotated[str, typer.Option("--host")] = "127.0.0.1",
+    debug: Debug = False,
+) -> None:
+    """Show a run as web pages while it goes on: the report, its executions, their trees down to the tokens."""
+    console = Console(debug=debug)
+    with reported(console):
+        from gyre_rl.cli.showing import show_dash
+
+        show_dash(run_dir, host, port, console)
+
+
 TaskSetName = Annotated[str, typer.Option("--tasks", help="Task set by name.")]
 TaskId = Annotated[str, typer.Option("--task", help="A task's id, or its last part.")]
 Split = Annotated[str | None, typer.Option("--split", help="Split to look in; heldout and train when absent.")]
