@@ -185,7 +185,7 @@ async def test_weights_that_are_cut_or_of_another_model_are_refused(
 
 
 async def test_sleep_is_refused_while_somebody_reads_the_pool(engines: Any, ask: Any, folder_of: Any) -> None:
-    engine = await engines()
+    engine = await engines(move_patience=0.05)
     await ask(engine, list(range(40)), 4, session="s")
     pinned = await engine.kv_pin("s")
     with pytest.raises(InfrastructureError, match="'s'"):
@@ -198,6 +198,17 @@ async def test_sleep_is_refused_while_somebody_reads_the_pool(engines: Any, ask:
     await engine.sleep()
     assert engine.timings["sleep"] >= 0
     await engine.wake(WeightSource(1, str(folder_of())))
+
+
+async def test_sleep_waits_for_a_move_that_is_about_to_end(engines: Any, ask: Any) -> None:
+    engine = await engines(move_patience=60.0)
+    await ask(engine, list(range(40)), 4, session="s")
+    pinned = await engine.kv_pin("s")
+    sleeping = asyncio.create_task(engine.sleep())
+    await asyncio.sleep(0.1)
+    assert not sleeping.done()
+    await engine.kv_release("s", pinned.generation, forget=False)
+    await asyncio.wait_for(sleeping, 30)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

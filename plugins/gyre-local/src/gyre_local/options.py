@@ -44,16 +44,21 @@ class LocalEngineOptions:
     """Prompt plus sampled tokens of one call; 0 means all the model allows. Never more than the pool."""
     prefill_tokens: int = 512
     """Prompt tokens computed in one forward pass, beside the decode rows."""
-    chunk_tokens: int = 16
+    chunk_tokens: int = 32
     """Sampled tokens gathered before a chunk is handed out; the end of a call hands out what there is."""
-    chunk_seconds: float = 0.1
+    chunk_seconds: float = 0.5
     """A chunk is handed out after this long even if it is small."""
+
+    move_patience: float = 5.0
+    """Seconds that `sleep` waits for moves to release the KV they pinned or reserved before it refuses."""
 
     def __post_init__(self) -> None:
         _positive(self, "kv_tokens", "block_tokens", "max_running", "prefill_tokens", "chunk_tokens")
         _one_of(self, "dtype", ENGINE_DTYPES)
-        if self.max_context < 0 or self.chunk_seconds < 0:
-            raise ValueError("options of LocalEngineOptions: max_context and chunk_seconds must not be negative")
+        if min(self.max_context, self.chunk_seconds, self.move_patience) < 0:
+            raise ValueError(
+                "options of LocalEngineOptions: max_context, chunk_seconds and move_patience must not be negative"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,6 +198,10 @@ class KVChecks:
             assert theirs is not None
             with pytest.raises(ValueError):
                 await b.kv_commit("s", pinned.version, tokens, theirs)
+            self.copy_blocks(a, b, ids_of(pinned.block_ids), ids_of(theirs))
+            await b.kv_commit("t", pinned.version, tokens, theirs)
+            with pytest.raises(ValueError):
+                await b.kv_commit("t", pinned.version, tokens, theirs)
             await b.update_weights(rig.sources[1])
             with pytest.raises(InfrastructureError):
                 await b.kv_commit("s", pinned.version, tokens, mine)

@@ -145,12 +145,12 @@ class LocalEngine:
             self.timings["update_weights"] = time.perf_counter() - started
 
     async def sleep(self) -> None:
-        """Give weights and KV back; running calls end with ABORT. Refused while KV is pinned or reserved: somebody
-        still reads or writes that memory."""
+        """Give weights and KV back; running calls end with ABORT. Refused, after `move_patience`, while KV is pinned or
+        reserved: somebody still reads or writes that memory."""
         async with self._changing:
             started = time.perf_counter()
             worker = self._ready("putting the embedded engine to sleep")
-            busy = await worker.do(lambda core: core.sessions.busy)
+            busy = await self._moves_left(worker, started + self.options.move_patience)
             if busy:
                 raise InfrastructureError(
                     "putting the embedded engine to sleep", got=f"pinned or reserved KV of sessions {busy[:5]}",
@@ -158,6 +158,15 @@ class LocalEngine:
                 )  # fmt: skip
             await self._fall(worker)
             self.timings["sleep"] = time.perf_counter() - started
+
+    @staticmethod
+    async def _moves_left(worker: Worker, deadline: float) -> list[str]:
+        """Sessions whose KV is still pinned or reserved at the deadline (perf_counter); none as soon as none is."""
+        while True:
+            busy = await worker.do(lambda core: core.sessions.busy)
+            if not busy or time.perf_counter() >= deadline:
+                return busy
+            await asyncio.sleep(0.01)
 
     async def _fall(self, worker: Worker) -> None:
         self._worker, self._regions = None, ()
