@@ -90,7 +90,7 @@ def test_a_run_that_is_killed_whole_goes_on(tmp_path: Path, number: signal.Signa
     """kill -9 and Ctrl-C in mid-step, then `gyre resume`: every group trains once, what had ended is not run again."""
     root = tmp_path / "run"
     sets = [f"--set={item}" for item in (*SMALL, f"dir={root}")]
-    gyre = [sys.executable, "-m", "gyre_rl.cli"]
+    gyre = [sys.executable, "-m", "gyre_rl"]
     first = subprocess.Popen([*gyre, "run", str(QUICKSTART), "--plain", *sets], stderr=subprocess.PIPE, text=True)
     log = RunDirectory(root).events
     _wait_for(lambda: log.exists() and _ended_after_first_step(ev.read_log(log)) >= 3, first)
