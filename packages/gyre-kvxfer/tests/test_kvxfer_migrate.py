@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gyre_kvxfer import HostPool, KVError, KVLayout, MigrationServer, MovePolicy, Transport, TransportError, migrate
+from gyre_kvxfer import (
+    HostPool,
+    KVError,
+    KVLayout,
+    MigrationServer,
+    MovePolicy,
+    Region,
+    Transport,
+    TransportError,
+    migrate,
+)
 from gyre_kvxfer.copy import convert, stored_dtype
 from gyre_kvxfer.memory import host_buffer
 from gyre_kvxfer.transports import nixl
@@ -219,3 +229,24 @@ async def test_a_transport_from_outside_is_tried_first_and_may_decline(peer):
             assert report.transport == name or name != "loop"
             check_arrived(peer, sink, session, 100, BASE)
         assert report.transports["loop"] == "only once"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not nixl.flavour(), reason="no NIXL")
+async def test_device_memory_moves_through_nixl(peer):
+    cp = pytest.importorskip("cupy")
+    host, there, here = HostPool(BASE, 3), HostPool(BASE, 3), HostPool(BASE, 3)
+    peer.fill(host, "s", 100)
+    peer.fill(there, "s", 100)
+    pools = []
+    for pool in (there, here):
+        held = [cp.asarray(b) for b in pool.buffers]
+        pools.append(held)
+        pool.regions = lambda held=held: [Region(b.data.ptr, b.nbytes, "cuda:0") for b in held]
+    async with MigrationServer(there, key=peer.KEY) as server:
+        report = await migrate("s", server.endpoint, here, key=peer.KEY)
+    assert report.carried, report
+    assert report.transport == "nixl"
+    for buffer, got in zip(here.buffers, pools[1], strict=True):
+        buffer[:] = cp.asnumpy(got)
+    check_arrived(peer, here, "s", 100, BASE)

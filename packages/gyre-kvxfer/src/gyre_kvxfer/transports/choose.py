@@ -56,7 +56,9 @@ async def choose(
     wanted: str = "auto",
     extra: Sequence[Transport] = (),
 ) -> Choice:
-    """A working reader; `extra` transports are tried first. Raises `TransportError` with every reason if none works."""
+    """A working reader; `extra` transports are tried first. Raises `TransportError` with every reason if none
+    works.
+    """
     known = {t.name: t for t in extra}
     if wanted != "auto" and wanted not in (*known, *NAMES):
         raise TransportError(
