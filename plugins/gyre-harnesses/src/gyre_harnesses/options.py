@@ -174,3 +174,34 @@ class MiniSweOptions:
     """Put before the model's name, to say which dialect is spoken."""
     model_kwargs: Mapping[str, object] = field(default_factory=dict)
     """Added to the arguments of every model call."""
+
+
+@dataclass(frozen=True, slots=True)
+class DockerOptions:
+    """Sandbox `docker`: which image, under which limits."""
+
+    image: str = "debian:stable-slim"
+    """Needs sh, realpath, find, head and tar, as all common images have."""
+    client: str = "docker"
+    """The command line; podman's works too."""
+    workdir: str = "/workspace"
+    network: str = "none"
+    memory_mb: int = 4096
+    cpus: float = 2.0
+    processes: int = 512
+    user: str | None = None
+    """User that commands run as, as the client takes it; None: the image's."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the client's `run`, such as a runtime or a mount."""
+    snapshot_bytes: int = 1 << 32
+    """Largest snapshot; it passes through this process's memory."""
+
+    def __post_init__(self) -> None:
+        owner = "the sandbox 'docker'"
+        _positive(owner, memory_mb=self.memory_mb, cpus=self.cpus, processes=self.processes)
+        if not self.workdir.startswith("/") or self.workdir.rstrip("/") != self.workdir:
+            raise ConfigError(
+                f"reading {owner} option 'workdir'",
+                got=repr(self.workdir),
+                expected="an absolute path without a slash at its end",
+            )

@@ -45,4 +45,11 @@ def gyre_register() -> Iterable[Registration]:
             f"{_OPTIONS}:LocalOptions",
             "folders and processes of this host, isolated by namespaces or Landlock, with limits",
         ),
+        Registration(
+            Kind.SANDBOX,
+            "docker",
+            "gyre_harnesses.sandbox.docker:DockerSandbox",
+            f"{_OPTIONS}:DockerOptions",
+            "containers, driven by the docker command line",
+        ),
     ]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import aiohttp
 from gyre_core import (
+    CapabilityError,
     ComponentContext,
     ExecRequest,
     ExecResult,
@@ -109,6 +110,13 @@ def fill(text: str, words: dict[str, str]) -> str:
 async def _listener(workspace: Workspace) -> socket.socket:
     """A socket that the workspace's commands reach on their loopback."""
     listen = getattr(workspace, "listen", None)
+    if listen is None and workspace.path is None:
+        raise CapabilityError(
+            "running an agent program in its sandbox",
+            got="a sandbox that is not on this host and opens no way to this process",
+            expected="a workspace with listen()",
+            fix="Use the sandbox 'local', or a harness that runs beside the sandbox, such as 'shell' or 'mini-swe'.",
+        )
     server = await listen() if listen is not None else socket.create_server(("127.0.0.1", 0), backlog=128)
     if not isinstance(server, socket.socket):
         raise InfrastructureError("opening a way from a workspace to the model", got=repr(server), expected="a socket")
