@@ -20,7 +20,9 @@ from gyre_tito.service import TitoService
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class _Open(msgspec.Struct):
+class OpenBody(msgspec.Struct):
+    """Open an execution."""
+
     execution: str
     task: str = ""
     group: str = ""
@@ -29,7 +31,9 @@ class _Open(msgspec.Struct):
     metadata: dict[str, Any] = {}
 
 
-class _Label(msgspec.Struct):
+class LabelBody(msgspec.Struct):
+    """Name a session."""
+
     session: str
     kind: Literal["main", "sub_agent"] = "main"
     parent: str | None = None
@@ -40,7 +44,9 @@ class _Score(msgspec.Struct):
     milestones: dict[str, float] = {}
 
 
-class _Close(msgspec.Struct):
+class CloseBody(msgspec.Struct):
+    """End an execution."""
+
     status: Status
     score: _Score | None = None
     cause: str = ""
@@ -50,7 +56,7 @@ def admin_routes(service: TitoService, token: str) -> list[web.RouteDef]:
     """The routes, guarded by `token`."""
 
     async def open_execution(request: web.Request) -> Any:
-        asked = await _read(request, _Open)
+        asked = await _read(request, OpenBody)
         spec = ExecutionSpec(asked.execution, asked.task, asked.group, asked.step, asked.purpose, asked.metadata)
         opened = await service.open_execution(spec)
         return msgspec.to_builtins(
@@ -63,12 +69,12 @@ def admin_routes(service: TitoService, token: str) -> list[web.RouteDef]:
         )
 
     async def label(request: web.Request) -> Any:
-        asked = await _read(request, _Label)
+        asked = await _read(request, LabelBody)
         info = await service.open_session(request.match_info["execution"], asked.session, asked.kind, asked.parent)
         return {"session": info.session, "kind": info.kind, "parent": info.parent}
 
     async def close(request: web.Request) -> Any:
-        asked = await _read(request, _Close)
+        asked = await _read(request, CloseBody)
         score = None if asked.score is None else Score(asked.score.value, asked.score.milestones)
         info = await service.close_execution(request.match_info["execution"], asked.status, score, asked.cause)
         return describe(info)

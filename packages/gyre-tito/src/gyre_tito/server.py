@@ -86,6 +86,7 @@ def create_app(
         agent.add(app, prefix)
     app.router.add_get("/healthz", _health)
     app.router.add_get("/metrics", _metrics(service))
+    app.router.add_get("/openapi.json", _openapi(service))
     if admin_token:
         app.add_routes(admin_routes(service, admin_token))
     return app
@@ -262,6 +263,15 @@ def _json(value: Mapping[str, Any]) -> web.Response:
 
 async def _health(_: web.Request) -> web.Response:
     return web.Response(text="ok\n")
+
+
+def _openapi(service: TitoService) -> Handler:
+    async def show(_: web.Request) -> web.Response:
+        from gyre_tito.openapi import describe_api
+
+        return _json(describe_api(service.model))
+
+    return show
 
 
 def _metrics(service: TitoService) -> Handler:

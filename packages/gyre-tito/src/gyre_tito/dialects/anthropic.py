@@ -25,8 +25,6 @@ from gyre_tito.requests import (
     invalid,
 )
 
-_NOTHING = msgspec.Raw(b"")
-
 
 class _Block(msgspec.Struct):
     type: str
@@ -39,12 +37,16 @@ class _Block(msgspec.Struct):
     content: Any = None
 
 
-class _Message(msgspec.Struct):
+class AnthropicMessage(msgspec.Struct):
+    """One message of a request."""
+
     role: str
     content: str | list[_Block]
 
 
-class _Tool(msgspec.Struct):
+class AnthropicTool(msgspec.Struct):
+    """A tool specification."""
+
     name: str
     input_schema: dict[str, Any] | None = None
     description: str | None = None
@@ -57,12 +59,14 @@ class _Choice(msgspec.Struct):
     disable_parallel_tool_use: bool = False
 
 
-class _Body(msgspec.Struct):
-    messages: msgspec.Raw = _NOTHING
+class AnthropicBody(msgspec.Struct):
+    """A request body; fields that are not named here are ignored."""
+
+    messages: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     model: str | None = None
     max_tokens: int | None = None
     system: str | list[common.Part] | None = None
-    tools: msgspec.Raw = _NOTHING
+    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     tool_choice: _Choice | None = None
     stream: bool | None = None
     stop_sequences: list[str] | None = None
@@ -71,7 +75,7 @@ class _Body(msgspec.Struct):
     top_k: int | None = None
 
 
-def to_messages(item: _Message, place: int) -> Iterable[Message]:
+def to_messages(item: AnthropicMessage, place: int) -> Iterable[Message]:
     """One Anthropic message as one or several of the proxy's (tool results become messages of their own)."""
     if item.role not in ("user", "assistant"):
         raise invalid(f"messages.{place}.role is {item.role!r}; use user or assistant, and `system` for instructions")
@@ -115,13 +119,13 @@ def _result_text(content: Any, where: str) -> str:
     return common.text_of(list(parts), f"{where}.content")
 
 
-decode_messages = common.list_decoder(_Message, to_messages, "messages")
+decode_messages = common.list_decoder(AnthropicMessage, to_messages, "messages")
 
 
 def _tools(raw: bytes) -> tuple[dict[str, Any], ...]:
     """Anthropic tools in the form that chat formats render. Error: tools that only Anthropic's servers can run."""
     out = []
-    for tool in common.decode(raw or b"[]", list[_Tool] | None, "tools") or []:
+    for tool in common.decode(raw or b"[]", list[AnthropicTool] | None, "tools") or []:
         if tool.input_schema is None or tool.type not in (None, "custom"):
             raise invalid(f"tool {tool.name!r} of type {tool.type!r} has no input_schema; only custom tools work here")
         function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
@@ -129,7 +133,7 @@ def _tools(raw: bytes) -> tuple[dict[str, Any], ...]:
     return tuple(out)
 
 
-def _transcript(read: _Body, *, prefill: bool) -> Transcript:
+def _transcript(read: AnthropicBody, *, prefill: bool) -> Transcript:
     raw = bytes(read.messages)
     if not common.is_list(raw):
         raise invalid("messages: a list is required")
@@ -145,7 +149,7 @@ def _split_prefill(raw: bytes) -> tuple[bytes, str]:
     items: list[msgspec.Raw] = common.decode(raw, list[msgspec.Raw], "messages")
     if len(items) < 2:
         return raw, ""
-    last = common.decode(items[-1], _Message, "the last message")
+    last = common.decode(items[-1], AnthropicMessage, "the last message")
     if last.role != "assistant":
         return raw, ""
     (begun,) = to_messages(last, len(items) - 1)
@@ -157,7 +161,7 @@ def _split_prefill(raw: bytes) -> tuple[bytes, str]:
 
 def read_count(body: bytes) -> Transcript:
     """Read the body of a token count."""
-    return _transcript(common.decode(body, _Body, "the request body"), prefill=False)
+    return _transcript(common.decode(body, AnthropicBody, "the request body"), prefill=False)
 
 
 class AnthropicMessages:
@@ -167,7 +171,7 @@ class AnthropicMessages:
 
     def request(self, body: bytes, vocabulary: int) -> tuple[ChatRequest, bool]:
         """Read a request body; returns it and whether to stream."""
-        read = common.decode(body, _Body, "the request body")
+        read = common.decode(body, AnthropicBody, "the request body")
         if read.max_tokens is None:
             raise invalid("max_tokens: a number is required")
         transcript = _transcript(read, prefill=True)

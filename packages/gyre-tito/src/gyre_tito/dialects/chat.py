@@ -28,7 +28,6 @@ from gyre_tito.requests import (
 )
 
 _Tools = Optional[list[dict[str, Any]]]  # noqa: UP045 - a runtime type
-_NO_LIST = msgspec.Raw(b"")
 
 
 class _Function(msgspec.Struct):
@@ -42,7 +41,9 @@ class _Call(msgspec.Struct):
     type: str = "function"
 
 
-class _Message(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
+    """One message of a request."""
+
     role: str
     content: Content = None
     reasoning_content: str | None = None
@@ -60,10 +61,12 @@ class _Format(msgspec.Struct):
     type: str = "text"
 
 
-class _Body(msgspec.Struct):
-    messages: msgspec.Raw = _NO_LIST
+class ChatBody(msgspec.Struct):
+    """A request body; fields that are not named here are ignored."""
+
+    messages: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     model: str | None = None
-    tools: msgspec.Raw = _NO_LIST
+    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
@@ -91,7 +94,7 @@ class _Body(msgspec.Struct):
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def to_message(item: _Message, place: int) -> Iterable[Message]:
+def to_message(item: ChatMessage, place: int) -> Iterable[Message]:
     """One chat message in the proxy's shape. Error: an unknown role, parts that are not text."""
     role = _ROLES.get(item.role)
     if role is None:
@@ -120,7 +123,7 @@ def _arguments(value: str | dict[str, Any] | None) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-decode_messages = common.list_decoder(_Message, to_message, "messages")
+decode_messages = common.list_decoder(ChatMessage, to_message, "messages")
 
 
 class ChatCompletions:
@@ -130,7 +133,7 @@ class ChatCompletions:
 
     def request(self, body: bytes, vocabulary: int) -> tuple[ChatRequest, bool]:
         """Read a request body; returns it and whether to stream."""
-        read = common.decode(body, _Body, "the request body")
+        read = common.decode(body, ChatBody, "the request body")
         if not common.is_list(bytes(read.messages)):
             raise invalid("messages is missing or no list; send the conversation so far as a list", "messages")
         if read.response_format is not None and read.response_format.type != "text":
@@ -229,7 +232,7 @@ class ChatStream:
         return common.event({**self._base, "choices": [choice]})
 
 
-def _sampling(read: _Body) -> SamplingRequest:
+def _sampling(read: ChatBody) -> SamplingRequest:
     limit = read.max_completion_tokens if read.max_completion_tokens is not None else read.max_tokens
     return SamplingRequest(
         max_tokens=limit,

@@ -28,7 +28,9 @@ from gyre_tito.requests import (
 )
 
 
-class _Body(msgspec.Struct):
+class CompletionBody(msgspec.Struct):
+    """A request body; fields that are not named here are ignored."""
+
     prompt: str | list[str | int | list[int]] | None = None
     model: str | None = None
     stream: bool | None = None
@@ -54,7 +56,7 @@ class _Body(msgspec.Struct):
 
 def read(body: bytes, vocabulary: int) -> tuple[TextRequest, bool]:
     """Read a request body; returns it and whether to stream."""
-    asked = common.decode(body, _Body, "the request body")
+    asked = common.decode(body, CompletionBody, "the request body")
     if asked.suffix:
         raise invalid("suffix is not supported; models here only continue text", "suffix")
     if asked.best_of is not None and asked.best_of != (asked.n or 1):

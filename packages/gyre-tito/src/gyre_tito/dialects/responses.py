@@ -16,11 +16,12 @@ from gyre_tito.dialects.response_stream import ResponseStream, output_items, res
 from gyre_tito.messages import Message, ToolCall
 from gyre_tito.requests import Answer, ApiError, ChatRequest, SamplingRequest, Transcript, invalid
 
-_NOTHING = msgspec.Raw(b"")
 _ROLES = {"system": "system", "developer": "system", "user": "user"}
 
 
-class _Item(msgspec.Struct):
+class ResponseItem(msgspec.Struct):
+    """One input item of a request."""
+
     type: str = "message"
     role: str | None = None
     content: common.Content = None
@@ -39,11 +40,13 @@ class _Text(msgspec.Struct):
     format: _Format | None = None
 
 
-class _Body(msgspec.Struct):
-    input: msgspec.Raw = _NOTHING
+class ResponseBody(msgspec.Struct):
+    """A request body; fields that are not named here are ignored."""
+
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     model: str | None = None
     instructions: str | None = None
-    tools: msgspec.Raw = _NOTHING
+    tools: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
@@ -73,7 +76,7 @@ class _Turn:
 
 def decode_input(raw: bytes) -> tuple[Message, ...]:
     """(A part of) an input list as messages."""
-    items: list[_Item] = common.decode(raw, list[_Item], "input")
+    items: list[ResponseItem] = common.decode(raw, list[ResponseItem], "input")
     out: list[Message] = []
     turn: _Turn | None = None
     for place, item in enumerate(items):
@@ -91,7 +94,7 @@ def decode_input(raw: bytes) -> tuple[Message, ...]:
     return tuple(out)
 
 
-def _add_to_turn(turn: _Turn, item: _Item, place: int) -> None:
+def _add_to_turn(turn: _Turn, item: ResponseItem, place: int) -> None:
     if item.type == "reasoning":
         if item.content is not None:
             turn.thoughts = [*(turn.thoughts or []), _reasoning_text(item.content)]
@@ -109,7 +112,7 @@ def _reasoning_text(content: common.Content) -> str:
     return "".join(part if isinstance(part, str) else part.text or "" for part in content or [])
 
 
-def _plain_item(item: _Item, place: int) -> Message:
+def _plain_item(item: ResponseItem, place: int) -> Message:
     if item.type == "function_call_output":
         if not item.call_id:
             raise invalid(f"input[{place}] is a function_call_output without call_id", "input")
@@ -132,7 +135,7 @@ class Responses:
 
     def request(self, body: bytes, vocabulary: int) -> tuple[ChatRequest, bool]:
         """Read a request body; returns it and whether to stream."""
-        read = common.decode(body, _Body, "the request body")
+        read = common.decode(body, ResponseBody, "the request body")
         for field in ("previous_response_id", "conversation"):
             if getattr(read, field) is not None:
                 raise invalid(f"{field} is not supported; send the whole history in `input`", field)
@@ -173,7 +176,7 @@ class Responses:
         return common.openai_error(error)
 
 
-def _input(read: _Body) -> bytes:
+def _input(read: ResponseBody) -> bytes:
     raw = bytes(read.input).strip()
     if raw.startswith(b'"'):
         return b'[{"role":"user","content":' + raw + b"}]"
@@ -193,7 +196,7 @@ def _tools(raw: bytes) -> tuple[dict[str, Any], ...]:
     return tuple(out)
 
 
-def _echo(read: _Body, tools: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+def _echo(read: ResponseBody, tools: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     """What a response object repeats of its request."""
     return {
         "instructions": read.instructions,
