@@ -50,6 +50,8 @@ class SchedConfig:
     dwell_s: float = 0.0
     switch_margin: float = 1.0
     max_in_transit: float = 0.05
+    lend_core: bool = False
+    """Whether a policy may let the core cell sample while there is nothing to train (small clusters)."""
     keep_rollout: int = 1
     """Rollout cells that are never released."""
     pause_weight: float = 1.0

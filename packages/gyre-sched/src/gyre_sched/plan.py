@@ -48,7 +48,7 @@ class Plan:
     def row(self, name: str) -> Row:
         """The row called ``name``; ``elastic`` is the quickest of the elastic ones."""
         if name == "elastic":
-            kinds = ("switching", "joining", "moving", "cutting", "cost-aware", "cost-aware+cutting")
+            kinds = ("switching", "joining", "moving", "cutting", "cost-aware", "lending", "cost-aware+cutting")
             return min((r for r in self.rows if r.name in kinds), key=lambda r: r.result.seconds)
         return next(r for r in self.rows if r.name == name)
 
@@ -166,6 +166,8 @@ def make_plan(
     add("joining", "and join a step as soon as its first group ended", joining, watermark, 1)
     add("moving", "and sessions move with their KV, oldest groups first", moving, watermark, 1)
     add("cost-aware", "the same, turning cells by predicted gain", moving, cost_aware, 1)
+    lending = replace(moving, lend_core=True)
+    add("lending", "cost-aware, and the core samples too while nothing is to train", lending, cost_aware, 1)
     if cut:
         cutting = elastic_config(hw, load, cut=cut)
         share = f"and the last executions of a starved step are cut (at most {cut:.0%}) and scored partially"

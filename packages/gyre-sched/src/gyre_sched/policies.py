@@ -106,6 +106,10 @@ def cost_aware(view: View) -> Sequence[Turn]:
     if view.transit_room <= 0:
         return ()
     cfg, costs = view.config, view.costs
+    if cfg.lend_core:
+        lent = _lend_core(view)
+        if lent:
+            return lent
     trainers = max(1, view.train_count + view.arriving_train)
     work = costs.train_seconds(view.ready_tokens + view.leased_tokens)
     load = view.utilisation()
@@ -138,6 +142,27 @@ def cost_aware(view: View) -> Sequence[Turn]:
         return ()
     why = f"the step's training ends {gain:.1f} s sooner; without it demand is {without:.2f} of capacity"
     return (Turn(idlest.id, Role.TRAIN, why),)
+
+
+def _lend_core(view: View) -> Sequence[Turn]:
+    """The core samples while nothing is there to train, and comes back once what waits is worth the way."""
+    core = view.core()
+    if core is None:
+        return ()
+    work = view.costs.train_seconds(view.ready_tokens)
+    if core.state is CellState.ROLLOUT:
+        trainers = view.train_count + view.arriving_train
+        enough = work > view.config.switch_margin * view.costs.round_trip() * max(1, trainers)
+        starved = not view.tail_s() and view.live_executions == 0
+        if view.sealed or enough or (work > 0 and starved):
+            return (Turn(core.id, Role.TRAIN, f"{work:.1f} s of training wait for it"),)
+        return ()
+    quiet = not (view.undone_batches or view.sealed or view.applying or view.building_groups)
+    if core.state is CellState.TRAIN and core.lease is None and quiet and view.live_executions:
+        load = view.utilisation()
+        if load > view.config.low:
+            return (Turn(core.id, Role.ROLLOUT, f"nothing to train, and demand is {load:.2f} of capacity"),)
+    return ()
 
 
 POLICIES: dict[str, Policy] = {"static": static, "colocate": colocate, "watermark": watermark, "cost-aware": cost_aware}

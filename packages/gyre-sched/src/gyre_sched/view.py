@@ -171,6 +171,11 @@ class View:
         cell = self._w.rollout.least(-1, lambda c: not c.core and self.dwelt(c), tries=8)
         return None if cell is None else look(cell)
 
+    def core(self) -> CellView | None:
+        """The core cell, if it lives."""
+        cell = self._w.core
+        return None if cell is None or cell.state is CellState.LOST else look(cell)
+
     def satellite(self, idle_only: bool) -> CellView | None:
         """A satellite in TRAIN to turn back: one without a lease if there is one."""
         for cell in self._w.idle.values():

@@ -49,11 +49,25 @@ class Workload(Protocol):
     (its branches are), 0 for one per execution.
     """
 
-    steps: int
-    groups_per_step: int
-    group_size: int
-    max_staleness: int
-    batch_tokens: int
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+
+    @property
+    def groups_per_step(self) -> int:
+        """Groups that a step trains."""
+
+    @property
+    def group_size(self) -> int:
+        """Executions of a group."""
+
+    @property
+    def max_staleness(self) -> int:
+        """How old sampled tokens may be when they train, in versions."""
+
+    @property
+    def batch_tokens(self) -> int:
+        """Largest micro-batch; 0: one per execution."""
 
     def group(self, number: int) -> Sequence[ExecutionPlan]:
         """The executions of group ``number`` (counted from 0 over the whole run)."""
