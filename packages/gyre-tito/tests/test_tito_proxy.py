@@ -185,6 +185,20 @@ async def test_retry_n_and_sub_agents(tmp_path):
         assert status == 200
 
 
+async def test_new_from_counts_what_the_session_itself_has_sent(tmp_path):
+    async with Bench(tmp_path, None, "one", "two", "three", "four") as bench:
+        start = [{"role": "system", "content": "shared words"}, {"role": "user", "content": "u"}]
+        await bench.chat_call(start)
+        await bench.post("/s/helper/v1/chat/completions", {"messages": start})
+        follow = [*start, {"role": "assistant", "content": "one"}, {"role": "user", "content": "v"}]
+        await bench.chat_call(follow)
+        await bench.chat_call([start[0], {"role": "user", "content": "another"}])
+        known = [entry.call.new_from for entry in bench.engine.books]
+        first, second = bench.store.calls("e")[0], bench.store.calls("e")[3]
+        assert known[:3] == [0, 0, first.path_len]
+        assert known[3] == second.prefix_len > 0
+
+
 async def read_stream(answer):
     events = []
     async for line in answer.content:

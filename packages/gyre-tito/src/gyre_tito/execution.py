@@ -25,7 +25,7 @@ from gyre_tito.matching import Match, Matcher, Recorded, TextHistory
 from gyre_tito.messages import Message, reasoning_digest
 from gyre_tito.records import CallRecord, ExecutionInfo, Link, SessionInfo
 from gyre_tito.requests import Transcript, invalid
-from gyre_tito.tree import TrajectoryTree
+from gyre_tito.tree import TrajectoryTree, common_prefix
 
 _BUFFERS = 8
 _INLINE_BYTES = 16_384
@@ -90,6 +90,7 @@ class Execution:
         self._texts = TextHistory()
         self._prompts: dict[bytes, int] = {}
         self._buffers: OrderedDict[int, Growable[np.int32]] = OrderedDict()
+        self._session_of: dict[int, str] = {}
         self._next = 0
         self._recent = ""
 
@@ -101,6 +102,7 @@ class Execution:
         self._next = max(self._next, call.index + 1)
         state = self._session(call.session)
         state.last_call = call.index
+        self._session_of[call.index] = call.session
         if not note:
             return
         kept = msgspec.msgpack.decode(note, type=_Note)
@@ -171,7 +173,7 @@ class Execution:
         buffer = self._buffer(parent, prefix)
         buffer.extend(context)
         prompt = buffer.view(0, prefix + len(context))
-        new_from = prefix if state.last_call >= 0 or parent >= 0 else 0
+        new_from = self._known_to(state, parent, prefix)
         plans = []
         for _ in range(n):
             plan = Plan(self._next, state, parent, prefix, context, prompt, new_from, link, buffer, match, forced, text)
@@ -179,6 +181,15 @@ class Execution:
             self._next += 1
         self._recent = state.info.session
         return plans
+
+    def _known_to(self, state: SessionState, parent: int, prefix: int) -> int:
+        """How many of the first `prefix` tokens of `parent`'s path this session has sent or sampled before."""
+        if state.last_call < 0 or prefix == 0:
+            return 0
+        if self._session_of.get(parent) == state.info.session:
+            return prefix
+        own = self.tree.path_ids(state.last_call, min(prefix, self.tree.place(state.last_call).path_len))
+        return common_prefix(own, self.tree.path_ids(parent, prefix))
 
     def _extension(self, found: Match, transcript: Transcript) -> NDArray[np.int32] | None:
         assert found.recorded is not None
@@ -258,6 +269,7 @@ class Execution:
         """
         place = self.tree.insert(call)
         plan.session.last_call = max(plan.session.last_call, call.index)
+        self._session_of[call.index] = call.session
         if len(plan.buffer) == place.prompt_len:
             plan.buffer.extend(call.sampled_ids)
             self._buffers[call.index] = plan.buffer

@@ -39,6 +39,7 @@ CREATE TABLE calls (
     sampling TEXT NOT NULL, meta TEXT NOT NULL, match BLOB
 );
 CREATE UNIQUE INDEX calls_by_execution ON calls (execution, idx);
+CREATE INDEX calls_sizes ON calls (execution, idx, n_context, n_sampled);
 """
 
 CALL_COLUMNS = (
