@@ -34,7 +34,7 @@ from gyre_rl.run.atrest import contributions_at_rest
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.run.feed import Feed
 from gyre_rl.run.parts import Parts, assembled
-from gyre_rl.run.resume import Past, read_past
+from gyre_rl.run.resume import OpenGroup, Past, read_past
 from gyre_rl.run.rollout import GroupPlan
 from gyre_rl.run.sampling import sample_loads
 from gyre_rl.run.stream import TaskStream, group_index, group_name
@@ -232,9 +232,7 @@ class Ring:
         for group in sorted(past.groups, key=lambda g: (g.name not in wanted, g.name)):
             self._plan(group_index(group.name))
             self.feed.open.add(group.name)
-            parts.rollout.finished.update(group.finished)
-            parts.rollout.first_attempt.update(group.attempts)
-            parts.rollout.done_before[group.name] = frozenset(group.finished)
+            self._take_up(group)
             self._queue(group.name)
             again += parts.config.rollout.group_size - len(group.finished)
         self.feed.next_index = past.next_group
@@ -244,6 +242,13 @@ class Ring:
             f"started again from their tasks, {len(usable)} contributions at rest are counted",
             "info",
         )
+
+    def _take_up(self, group: OpenGroup) -> None:
+        """What ended of a group in an earlier life counts; other attempts get names of their own."""
+        rollout = self.parts.rollout
+        rollout.finished.update(group.finished)
+        rollout.first_attempt.update(group.attempts)
+        rollout.done_before[group.name] = frozenset(group.finished)
 
     # -- judging ---------------------------------------------------------------------------------------------
     async def evaluate(self) -> float:
@@ -258,6 +263,8 @@ class Ring:
                 name, task, config.eval.repeats, Purpose.EVAL, config.eval.temperature
             )
             parts.driver.evaluations[name] = asyncio.Event()
+            if self.past is not None and name in self.past.evaluations:
+                self._take_up(self.past.evaluations[name])
             groups.append(name)
         for name in groups:
             self._queue(name, evaluation=True)

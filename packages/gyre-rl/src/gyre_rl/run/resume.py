@@ -36,6 +36,8 @@ class Past:
     version: int
     """Of the newest whole checkpoint; -1 if there is none and the run begins anew."""
     groups: tuple[OpenGroup, ...]
+    evaluations: dict[str, OpenGroup]
+    """Evaluation groups that were begun, by name."""
     next_group: int
     score_before: float | None
     counts: dict[str, int]
@@ -46,7 +48,7 @@ def read_past(directory: RunDirectory, log: Iterable[RunEvent], store: Store) ->
     """Fold the log of all earlier lives; raises InfrastructureError when log and checkpoints contradict."""
     saved = directory.versions_saved()
     version = saved[-1] if saved else -1
-    applied, seats, started = -1, {}, {}
+    applied, seats, purposes = -1, {}, {}
     attempts: dict[str, dict[str, int]] = defaultdict(dict)
     score_before: float | None = None
     counts: dict[str, int] = defaultdict(int)
@@ -57,8 +59,8 @@ def read_past(directory: RunDirectory, log: Iterable[RunEvent], store: Store) ->
                 applied = max(applied, event.step)
             case ev.GroupReady():
                 seats[event.group] = event.step
-            case ev.ExecutionStarted(purpose="train"):
-                started[event.group] = True
+            case ev.ExecutionStarted():
+                purposes[event.group] = event.purpose
                 base = event.execution.removesuffix(f".r{event.attempt}") if event.attempt else event.execution
                 attempts[event.group][base] = max(attempts[event.group].get(base, 0), event.attempt)
             case ev.Evaluated(step=0):
@@ -73,9 +75,11 @@ def read_past(directory: RunDirectory, log: Iterable[RunEvent], store: Store) ->
             fix="Set checkpoint.every = 1, or restore the missing checkpoint folder.",
         )
     trained = {group for group, step in seats.items() if step < max(version, 0)}
-    groups = tuple(_open_group(name, attempts[name], store) for name in sorted(started) if name not in trained)
-    following = max((group_index(name) + 1 for name in started), default=0)
-    return Past(version, groups, following, score_before, dict(counts))
+    drawn = sorted(name for name, purpose in purposes.items() if purpose == "train")
+    groups = tuple(_open_group(name, attempts[name], store) for name in drawn if name not in trained)
+    judged = {name: _open_group(name, attempts[name], store) for name in purposes if purposes[name] == "eval"}
+    following = max((group_index(name) + 1 for name in drawn), default=0)
+    return Past(version, groups, judged, following, score_before, dict(counts))
 
 
 def _count(event: ev.Event | None, counts: dict[str, int]) -> None:
