@@ -7,6 +7,7 @@ must give an equal machine. Five bugs put in on purpose must be found.
 
 import contextlib
 import random
+from collections import Counter
 
 import pytest
 from gyre_sched import (
@@ -20,7 +21,7 @@ from gyre_sched import (
     ledger,
     on_cells,
     on_groups,
-    on_sessions,
+    on_training,
     router,
     world,
 )
@@ -29,7 +30,6 @@ from gyre_sched import events as e
 from gyre_sched.config import CostPriors
 from gyre_sched.errors import EventError
 from gyre_sched.invariants import BrokenInvariantError, check
-from gyre_sched.policies import watermark
 from gyre_sched.replay import replay_events, snapshot
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -57,6 +57,10 @@ CFG = SchedConfig(
 )
 
 
+UNANSWERED = (c.RouteCall, c.UndrainCell, c.SealStep, c.DropGroup, c.Alarm, c.RecallLease)
+seen = Counter()
+
+
 class Ring(RuleBasedStateMachine):
     """The outside of the machine, at its worst."""
 
@@ -71,6 +75,8 @@ class Ring(RuleBasedStateMachine):
         self.number = 0
         for i in range(4):
             self.join(f"c{i}", Role.TRAIN if i == 0 else Role.ROLLOUT, core=i == 0)
+        for _ in range(3):
+            self.queue_one(2)
 
     # --- helpers -------------------------------------------------------------------------------------------
 
@@ -85,7 +91,7 @@ class Ring(RuleBasedStateMachine):
         self.t = event.time
         self.accepted.append(event)
         for command in out:
-            if not isinstance(command, (c.RouteCall, c.UndrainCell, c.SealStep, c.DropGroup, c.Alarm)):
+            if not isinstance(command, UNANSWERED):
                 self.open.append(command)
         check(self.m)
         return out
@@ -142,6 +148,9 @@ class Ring(RuleBasedStateMachine):
 
     @rule(size=st.integers(1, 3))
     def queue(self, size):
+        self.queue_one(size)
+
+    def queue_one(self, size):
         self.number += 1
         self.tell(e.GroupQueued(self.later(), f"g{self.number}", size))
 
@@ -185,7 +194,26 @@ class Ring(RuleBasedStateMachine):
         for _ in range(min(times, len(self.open))):
             self.finish_one(self.open.pop(self.rng.randrange(len(self.open))), ok)
 
+    @rule(times=st.integers(4, 16))
+    def march(self, times):
+        """Things mostly go well: open work is done in order, and executions end."""
+        for _ in range(times):
+            if self.open:
+                command = self.open.pop(0)
+                if isinstance(command, c.SyncWeights) and self.rng.random() < 0.7:
+                    self.open.append(command)
+                else:
+                    self.finish_one(command, True)
+            running = [x for x in self.m._w.executions.values() if x.running]
+            if running and not running[-1].sessions:
+                self.number += 1
+                self.tell(e.SessionStarted(self.later(), f"s{self.number}", running[-1].id))
+                self.tell(e.CallRequested(self.later(), f"s{self.number}", 20))
+            if running and self.rng.random() < 0.5:
+                self.tell(e.ExecutionEnded(self.later(), running[0].id, EndStatus.COMPLETED))
+
     def finish_one(self, cmd, ok):
+        seen[type(cmd).__name__] += ok
         t = self.later()
         match cmd:
             case c.DrainCell():
@@ -242,12 +270,16 @@ SETTINGS = settings(
     suppress_health_check=list(HealthCheck),
 )
 QUICK = settings(
-    SETTINGS, max_examples=120, stateful_step_count=60, phases=(Phase.generate,), report_multiple_bugs=False
+    SETTINGS, max_examples=300, stateful_step_count=50, phases=(Phase.generate,), report_multiple_bugs=False
 )
 
 
 def test_the_laws_hold_for_ten_thousand_steps():
+    seen.clear()
     run_state_machine_as_test(Ring, settings=SETTINGS)
+    for kind in c.ALL_COMMANDS:
+        if kind not in UNANSWERED:
+            assert seen[kind.__name__] > 3, f"the machine was hardly asked for {kind.__name__}: {seen}"
 
 
 # --- bugs on purpose -----------------------------------------------------------------------------------------
@@ -314,8 +346,6 @@ def bug_overdue_group_left_behind(monkeypatch):
                 on_groups._seat(w, group)
 
     monkeypatch.setattr(on_groups, "place", place)
-    from gyre_sched import on_training
-
     monkeypatch.setattr(on_training, "place", place)
 
 
@@ -325,10 +355,5 @@ BUGS = [bug_double_commit, bug_old_life, bug_stale_weights, bug_early_switch, bu
 @pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.__name__)
 def test_a_bug_put_in_on_purpose_is_found(bug, monkeypatch):
     bug(monkeypatch)
-    with pytest.raises((BrokenInvariantError, AssertionError, KeyError, EventError, AttributeError)):
+    with pytest.raises((BrokenInvariantError, AssertionError, KeyError, EventError)):
         run_state_machine_as_test(Ring, settings=QUICK)
-
-
-def test_unused_imports_are_the_real_modules():
-    assert watermark
-    assert on_sessions.route
