@@ -174,7 +174,13 @@ async def test_weights_that_are_cut_or_of_another_model_are_refused(
     tensors = load_file(missing / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, missing / "model.safetensors")
-    for folder, match in ((cut, "cut"), (missing, "up_proj"), (folder_of("llama"), "architecture")):
+    more = tmp_path / "more"
+    shutil.copytree(folder_of("qwen3", 1), more)
+    tensors = load_file(more / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.bias"] = torch.zeros(96)
+    save_file(tensors, more / "model.safetensors")
+    bad = ((cut, "cut"), (missing, "up_proj"), (more, r"up_proj\.bias"), (folder_of("llama"), "architecture"))
+    for folder, match in bad:
         with pytest.raises(InfrastructureError, match=match):
             await engine.update_weights(WeightSource(1, str(folder)))
     with pytest.raises(CapabilityError):

@@ -31,7 +31,7 @@ def forward(
     arch = weights.arch
     tokens, size = ids.shape[0], arch.head_size
     queries, mixed = arch.heads, arch.heads + arch.kv_heads
-    cos, sin = weights.cos.index_select(0, positions), weights.sin.index_select(0, positions)
+    cos, sin = weights.rope.cos.index_select(0, positions), weights.rope.sin.index_select(0, positions)
     x = F.embedding(ids, weights.embed)
     for index, layer in enumerate(weights.layers):
         h = F.rms_norm(x, (arch.hidden,), layer.input_norm, arch.eps)

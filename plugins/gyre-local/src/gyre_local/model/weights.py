@@ -21,6 +21,26 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 @dataclass(frozen=True, slots=True)
+class RopeTables:
+    """Rotations by position; the same for all versions of a model."""
+
+    cos: torch.Tensor
+    """[positions, 1, D]."""
+    sin: torch.Tensor
+    """[positions, 1, D], negated in its first half, so that rotating is a roll and a product."""
+
+
+def rope_tables(arch: Architecture, positions: int, dtype: torch.dtype, device: torch.device) -> RopeTables:
+    """Computed in float32, as transformers does, then cast."""
+    angles = torch.outer(torch.arange(positions).float(), arch.rope.frequencies(arch.head_size))
+    cos, sin = angles.cos(), angles.sin()
+    return RopeTables(
+        torch.cat([cos, cos], -1)[:, None].to(device=device, dtype=dtype),
+        torch.cat([-sin, sin], -1)[:, None].to(device=device, dtype=dtype),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One block. H heads, K kv heads, D head size, E hidden, I intermediate."""
 
@@ -47,10 +67,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: torch.Tensor
-    cos: torch.Tensor
-    """[max_positions, 1, D]."""
-    sin: torch.Tensor
-    """[max_positions, 1, D], negated in its first half, so that rotating is a roll and a product."""
+    rope: RopeTables
 
     @property
     def nbytes(self) -> int:
@@ -101,11 +118,46 @@ def read_tensors(folder: str | Path, only: Sequence[str] = ()) -> dict[str, torc
 
 
 def load_weights(
-    folder: str | Path, arch: Architecture, dtype: torch.dtype, device: torch.device, positions: int
+    folder: str | Path, arch: Architecture, dtype: torch.dtype, device: torch.device, rope: RopeTables
 ) -> Weights:
-    """Read and fuse the weights under `folder`; `positions` rows of rope tables."""
-    tensors = read_tensors(folder)
-    return fuse(tensors, arch, dtype, device, positions, doing=f"taking weights from {folder}")
+    """Read and fuse the weights under `folder`."""
+    return fuse(read_tensors(folder), arch, dtype, device, rope, doing=f"taking weights from {folder}")
+
+
+class _Shelf:
+    """Tensors by Hugging Face name, each taken once, copied to the engine's dtype and device."""
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device, doing: str
+    ) -> None:
+        self._tensors, self._dtype, self._device, self._doing = tensors, dtype, device, doing
+        self._left = set(tensors)
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor; InfrastructureError when it is missing or misshapen."""
+        found = self._tensors.get(name)
+        if found is None or tuple(found.shape) != shape:
+            got = f"no tensor {name}" if found is None else f"{name} of shape {list(found.shape)}"
+            raise InfrastructureError(
+                self._doing, got=got, expected=f"shape {list(shape)} as config.json says",
+                fix="Check that weights and config.json belong together.",
+            )  # fmt: skip
+        self._left.discard(name)
+        return found.to(device=self._device, dtype=self._dtype, copy=True)  # never leave a mapped file behind
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        return name in self._tensors
+
+    def check_empty(self, *ignored: str) -> None:
+        """InfrastructureError when a tensor was not used: a model with more parts than we know would run wrongly."""
+        left = sorted(n for n in self._left if n not in ignored and not n.endswith("rotary_emb.inv_freq"))
+        if left:
+            raise InfrastructureError(
+                self._doing, got=f"{len(left)} tensors this engine does not know, first {left[:3]}",
+                expected="those of a plain Llama, Qwen2 or Qwen3 model",
+                fix="Use the vllm or sglang engine for this model.",
+            )  # fmt: skip
 
 
 def fuse(
@@ -113,53 +165,47 @@ def fuse(
     arch: Architecture,
     dtype: torch.dtype,
     device: torch.device,
-    positions: int,
+    rope: RopeTables,
     doing: str,
 ) -> Weights:
-    """Weights from Hugging Face names; InfrastructureError naming the first tensor missing or misshapen."""
-
-    def take(name: str, *shape: int) -> torch.Tensor:
-        found = tensors.get(name)
-        if found is None or tuple(found.shape) != shape:
-            got = f"no tensor {name}" if found is None else f"{name} of shape {list(found.shape)}"
-            raise InfrastructureError(
-                doing, got=got, expected=f"shape {list(shape)} as config.json says",
-                fix="Check that weights and config.json belong together.",
-            )  # fmt: skip
-        return found.to(device=device, dtype=dtype, copy=True)  # never leave a mapped file behind
-
-    def maybe(name: str, *shape: int) -> torch.Tensor | None:
-        return take(name, *shape) if name in tensors else None
-
-    embed = take("model.embed_tokens.weight", arch.vocab, arch.hidden)
-    tied = arch.tied or "lm_head.weight" not in tensors
-    frequencies = torch.outer(torch.arange(positions).float(), arch.rope.frequencies(arch.head_size))
-    cos, sin = frequencies.cos(), frequencies.sin()
-    return Weights(
+    """Weights from Hugging Face names; InfrastructureError naming the first tensor missing, misshapen or unknown."""
+    shelf = _Shelf(tensors, dtype, device, doing)
+    embed = shelf.take("model.embed_tokens.weight", arch.vocab, arch.hidden)
+    tied = arch.tied or not shelf.has("lm_head.weight")
+    made = Weights(
         arch=arch,
         embed=embed,
-        layers=tuple(_layer(f"model.layers.{i}.", arch, take, maybe) for i in range(arch.layers)),
-        norm=take("model.norm.weight", arch.hidden),
-        head=embed if tied else take("lm_head.weight", arch.vocab, arch.hidden),
-        cos=torch.cat([cos, cos], -1)[:, None].to(device=device, dtype=dtype),
-        sin=torch.cat([-sin, sin], -1)[:, None].to(device=device, dtype=dtype),
+        layers=tuple(_layer(f"model.layers.{index}.", arch, shelf) for index in range(arch.layers)),
+        norm=shelf.take("model.norm.weight", arch.hidden),
+        head=embed if tied else shelf.take("lm_head.weight", arch.vocab, arch.hidden),
+        rope=rope,
     )
+    shelf.check_empty("lm_head.weight" if tied else "")
+    return made
 
 
-def _layer(prefix, arch, take, maybe) -> LayerWeights:  # type: ignore[no-untyped-def]
+def _layer(prefix: str, arch: Architecture, shelf: _Shelf) -> LayerWeights:
     heads, kv, size, hidden = arch.heads, arch.kv_heads, arch.head_size, arch.hidden
-    attention = prefix + "self_attn."
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
     rows = {"q": heads * size, "k": kv * size, "v": kv * size}
-    biases = [maybe(f"{attention}{x}_proj.bias", n) for x, n in rows.items()]
-    q_norm, k_norm = maybe(attention + "q_norm.weight", size), maybe(attention + "k_norm.weight", size)
+    qkv_bias = qk_norm = out_bias = None
+    if shelf.has(attention + "q_proj.bias"):
+        qkv_bias = torch.cat([shelf.take(f"{attention}{part}_proj.bias", n) for part, n in rows.items()])
+    if shelf.has(attention + "o_proj.bias"):
+        out_bias = shelf.take(attention + "o_proj.bias", hidden)
+    if shelf.has(attention + "q_norm.weight"):
+        q_norm, k_norm = (shelf.take(f"{attention}{part}_norm.weight", size) for part in ("q", "k"))
+        qk_norm = torch.cat([q_norm.expand(heads, size), k_norm.expand(kv, size)])
     return LayerWeights(
-        input_norm=take(prefix + "input_layernorm.weight", hidden),
-        qkv=torch.cat([take(f"{attention}{x}_proj.weight", n, hidden) for x, n in rows.items()]),
-        qkv_bias=None if biases[0] is None else torch.cat(biases),
-        qk_norm=None if q_norm is None else torch.cat([q_norm.expand(heads, size), k_norm.expand(kv, size)]),
-        out=take(attention + "o_proj.weight", hidden, heads * size),
-        out_bias=maybe(attention + "o_proj.bias", hidden),
-        post_norm=take(prefix + "post_attention_layernorm.weight", hidden),
-        gate_up=torch.cat([take(f"{prefix}mlp.{x}_proj.weight", arch.intermediate, hidden) for x in ("gate", "up")]),
-        down=take(prefix + "mlp.down_proj.weight", hidden, arch.intermediate),
+        input_norm=shelf.take(prefix + "input_layernorm.weight", hidden),
+        qkv=torch.cat([shelf.take(f"{attention}{part}_proj.weight", n, hidden) for part, n in rows.items()]),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        out=shelf.take(attention + "o_proj.weight", hidden, heads * size),
+        out_bias=out_bias,
+        post_norm=shelf.take(prefix + "post_attention_layernorm.weight", hidden),
+        gate_up=torch.cat(
+            [shelf.take(f"{mlp}{part}_proj.weight", arch.intermediate, hidden) for part in ("gate", "up")]
+        ),
+        down=shelf.take(mlp + "down_proj.weight", hidden, arch.intermediate),
     )

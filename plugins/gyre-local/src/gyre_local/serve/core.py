@@ -17,6 +17,7 @@ from gyre_core import EngineLoad, FinishReason
 from gyre_local.kv.pool import BlockPool
 from gyre_local.kv.prefix import Match, PrefixTree
 from gyre_local.kv.slots import Resident, SlotCache
+from gyre_local.model.architecture import Architecture
 from gyre_local.model.weights import Weights
 from gyre_local.options import LocalEngineOptions
 from gyre_local.serve.calls import Call, Outcome
@@ -40,7 +41,7 @@ class EngineCore:
         """In order of admission: the last one is preempted first."""
         self.waiting: deque[Call] = deque()
         self.outbox: list[tuple[Call, Outcome]] = []
-        self.max_tokens = context_limit(weights, options)
+        self.max_tokens = context_limit(weights.arch, options)
 
     # Calls
 
@@ -206,8 +207,8 @@ class EngineCore:
         )
 
 
-def context_limit(weights: Weights, options: LocalEngineOptions) -> int:
+def context_limit(arch: Architecture, options: LocalEngineOptions) -> int:
     """Most tokens one call may have, prompt included: the model's, the option's and the pool's bound."""
     blocks = math.ceil(options.kv_tokens / options.block_tokens)
-    model = weights.arch.max_positions
+    model = arch.max_positions
     return min(options.max_context or model, model, blocks * options.block_tokens)

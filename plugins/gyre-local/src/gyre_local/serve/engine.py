@@ -36,10 +36,10 @@ from gyre_core import (
 from gyre_local.kv.prefix import Tokens
 from gyre_local.memory import give_back
 from gyre_local.model.architecture import Architecture, read_architecture
-from gyre_local.model.weights import DTYPES, Weights, load_weights
+from gyre_local.model.weights import DTYPES, RopeTables, Weights, load_weights, rope_tables
 from gyre_local.options import LocalEngineOptions
 from gyre_local.serve.calls import Call, Mailbox, new_call
-from gyre_local.serve.core import EngineCore
+from gyre_local.serve.core import EngineCore, context_limit
 from gyre_local.serve.meter import Meter
 from gyre_local.serve.worker import Worker
 
@@ -60,6 +60,7 @@ class LocalEngine:
         self._device = torch.device(context.device)
         self._dtype = DTYPES[self.options.dtype]
         self._arch: Architecture | None = None
+        self._rope: RopeTables | None = None
         self._worker: Worker | None = None
         self._regions: Sequence[MemoryRegion] = ()
         self._meter = Meter()
@@ -126,8 +127,9 @@ class LocalEngine:
                 fix="All versions of a run must share one config.json.",
             )  # fmt: skip
         self._arch = arch
-        positions = min(self.options.max_context or arch.max_positions, arch.max_positions)
-        return load_weights(source.location, arch, self._dtype, self._device, positions)
+        if self._rope is None:
+            self._rope = rope_tables(arch, context_limit(arch, self.options), self._dtype, self._device)
+        return load_weights(source.location, arch, self._dtype, self._device, self._rope)
 
     async def update_weights(self, source: WeightSource) -> None:
         """Read the new weights beside the running engine, then swap them in between two passes. Fails without
@@ -169,7 +171,7 @@ class LocalEngine:
             await asyncio.sleep(0.01)
 
     async def _fall(self, worker: Worker) -> None:
-        self._worker, self._regions = None, ()
+        self._worker, self._regions, self._rope = None, (), None
         await asyncio.to_thread(worker.stop)
         await asyncio.to_thread(give_back, self._device)
 
