@@ -17,7 +17,12 @@ import pytest
 from gyre_kvxfer import HostPool, KVLayout, MigrationServer, MovePolicy, MoveRefused, Pinned, StateSpec, migrate
 from gyre_kvxfer import destination as d
 from gyre_kvxfer.channel import connect
+from gyre_kvxfer.errors import TransportError
 from gyre_kvxfer.messages import Commit, Freeze, Offer, Open, Refused, Released, decode, encode
+from gyre_kvxfer.naming import TokenDigest
+from gyre_kvxfer.plan import Runs
+from gyre_kvxfer.transports.bulk import BulkReader
+from gyre_kvxfer.transports.process_vm import ProcessVmExporter, ProcessVmReader
 
 KEY = b"faults"
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=16, block_size=16, num_blocks=64, dtype="float32")
@@ -296,10 +301,6 @@ async def test_a_source_that_cannot_describe_its_pool_refuses():
 
 
 async def test_reads_after_release_are_refused():
-    from gyre_kvxfer.errors import TransportError
-    from gyre_kvxfer.plan import Runs
-    from gyre_kvxfer.transports.bulk import BulkReader
-
     source = filled()
     async with MigrationServer(source, key=KEY) as server:
         channel = await connect(server.endpoint, KEY)
@@ -312,8 +313,10 @@ async def test_reads_after_release_are_refused():
         far = Runs(np.zeros(1, np.int64), np.array([LAYOUT.region_nbytes - 8]), np.array([64]))
         with pytest.raises(TransportError):
             await reader.read("a" * 32, far, runs, [region])
+        out[:] = 7
         with pytest.raises(TransportError, match="lease"):
             await reader.read("f" * 32, runs, runs, [region])
+        assert (out == 7).all()  # refused before any byte was sent
         await server.fence("hand")
         with pytest.raises(TransportError, match="lease"):
             await reader.read("a" * 32, runs, runs, [region])
@@ -401,21 +404,26 @@ asyncio.run(migrate("s", endpoint, HostPool(layout, 3), key=b"faults", policy=po
 """
 
 
-@pytest.mark.parametrize("freeze_below", [0, 1 << 30])
-@pytest.mark.parametrize("step", ["reserve", "read", "enter", "entered"])
-async def test_the_destination_is_killed_and_the_lease_brings_the_session_back(step, freeze_below):
+async def kill_destination(step: str, freeze_below: int) -> None:
+    """A destination that kills itself at a step: the lease ends, the source goes on, and a second move succeeds."""
     source = filled()
     async with MigrationServer(source, key=KEY, lease_s=3.0) as server:
         arguments = (json.dumps(LAYOUT.to_dict()), server.endpoint, step, str(freeze_below))
         child = await asyncio.create_subprocess_exec(sys.executable, "-c", DYING, *arguments)
-        assert await child.wait() == -signal.SIGKILL
+        assert await child.wait() == -signal.SIGKILL, (step, freeze_below)
         await settled(source, 20.0)
         assert mine(source)
         assert source.free_blocks == 64 - 7
         sink = HostPool(LAYOUT, 3)
         report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
-        assert report.carried
+        assert report.carried, (step, freeze_below, report)
         assert mine(sink)
+
+
+@pytest.mark.parametrize("freeze_below", [0, 1 << 30])
+async def test_the_destination_is_killed_at_each_step_and_the_lease_brings_the_session_back(freeze_below):
+    steps = ("reserve", "read", "enter", "entered")
+    await asyncio.gather(*(kill_destination(step, freeze_below) for step in steps))
 
 
 async def test_the_destination_dies_after_it_was_given_the_session():
@@ -485,6 +493,41 @@ def test_an_old_or_foreign_answer_moves_nothing():
     actions = machine.handle(d.Received(foreign, 0.1))
     assert machine.state == "failed"
     assert any(isinstance(a, d.DoCancel) for a in actions)
+
+
+def test_a_manifest_whose_digest_names_other_tokens_is_refused():
+    tokens = np.arange(20, dtype=np.int32)
+    digest = TokenDigest(LAYOUT.fingerprint(), 3).update(tokens).hex()
+
+    def offer(**change):
+        good = Offer(
+            "a" * 32, 1, "s", 1, 3, True, 0, 20, 16, digest, LAYOUT.fingerprint(), 1000, "", tokens, tokens[:2]
+        )
+        return replace(good, **change)
+
+    wrong = tokens + 1
+    for change, code in (
+        ({}, ""),
+        ({"token_ids": wrong}, "tokens"),
+        ({"version": 4}, "tokens"),
+        ({"fingerprint": "0" * 16}, "layout"),
+        ({"block_ids": tokens[:1]}, "tokens"),
+        ({"n_tokens": 21}, "stale"),
+        ({"block_size": 0}, "layout"),
+    ):
+        machine = d.DestinationMachine("a" * 32, "s", "x", LAYOUT, QUICK)
+        machine.handle(d.Begin(0.0))
+        actions = machine.handle(d.Received(offer(**change), 0.1))
+        assert [a.code for a in actions if isinstance(a, d.Finished)] == ([code] if code else []), change
+
+
+def test_another_process_under_the_sources_number_is_not_read():
+    exporter = ProcessVmExporter()
+    meta = json.loads(exporter.meta())
+    assert ProcessVmReader.probe(json.dumps(meta), []).name == "process_vm"
+    for change in ({"cookie": "00" * 16}, {"boot": "elsewhere"}, {"addr": 1}):
+        with pytest.raises(TransportError):
+            ProcessVmReader.probe(json.dumps(meta | change), [])
 
 
 async def test_a_session_with_recurrent_state_is_not_moved_without_it():
