@@ -128,7 +128,7 @@ async def workspace(tmp_path):
 async def test_attacks_fail(workspace, host, attack):
     words, heard = host
     command = attack.format(**words)
-    result = await workspace.run(ExecRequest(["bash", "-c", command], 3.0, 20_000))
+    result = await workspace.run(ExecRequest(["bash", "-c", command], 1.5, 20_000))
     after = await workspace.run(ExecRequest(["sh", "-c", "echo on; ls /proc | grep -c '^[0-9]*$'"], 20.0, 1000))
     assert after.stdout.startswith(b"on\n"), (after, result)
     assert int(after.stdout.split()[1]) <= 4, "something of the attack is still running"
