@@ -77,6 +77,26 @@ def test_sliding_windows_in_the_dense_mask_run_along_the_path():
         gl.token_logprobs(model, forked(), options=Options(attention="blocked"))
 
 
+def test_layers_that_take_no_attention_are_noticed():
+    """ALiBi models compute attention by themselves: their tokens would see across branches."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=11, hidden_size=16, n_layer=2, n_head=2))
+    with pytest.raises(ValueError, match=r"0 of 2 layers that let their attention be given"):
+        gl.tree_loss(model, forked(), gl.PolicyLoss())
+
+
+def test_models_of_another_family_work():
+    """Learned absolute positions: they too run along the path."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=16, n_layer=2, n_head=2, n_positions=64)).eval()
+    want = gl.token_logprobs(model, forked(), method="branches")
+    for method in ("packed", "dfs"):
+        assert np.abs(gl.token_logprobs(model, forked(), method=method) - want).max() < 1e-5
+
+
 def test_dropout_is_refused_while_training():
     model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, attention_dropout=0.1)).train()
     with pytest.raises(ValueError, match=r"attention dropout 0.1"):

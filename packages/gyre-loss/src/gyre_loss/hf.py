@@ -9,6 +9,7 @@ terms are refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
@@ -25,6 +26,7 @@ NAME = "gyre_tree"
 _DOING = "adapting a Hugging Face model"
 _LOGIT_TERMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
+_RECURRENT = re.compile("mamba|rwkv|recurrent|deltanet|ssm|lstm", re.IGNORECASE)
 _EXTRA_TERMS = ("softcap", "s_aux", "position_bias")
 
 
@@ -62,6 +64,19 @@ def tree_attention(
     return out.transpose(0, 1)[None], None
 
 
+class _Counted:
+    """An attention that counts its calls: a layer that goes another way must not go unnoticed."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._attention, self.calls = attention, 0
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        self.calls += 1
+        return self._attention(layer, query, key, value, scale=scale, window=window)
+
+
 class HFTreeModel:
     """A transformers causal model (Qwen3, Llama and others whose attention can be named) as a TreeModel."""
 
@@ -97,13 +112,14 @@ class HFTreeModel:
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """Layers that ``config.layer_types`` names as anything but full or sliding attention."""
+        """Layers that ``config.layer_types`` names as anything but full or sliding attention.
+
+        Without ``layer_types``: all of them, if the model has a module of a kind known to be recurrent.
+        """
         kinds = getattr(self._config, "layer_types", None)
         if kinds is None:
-            has_attention = any(
-                hasattr(module, "q_proj") or hasattr(module, "qkv_proj") for module in self._base.modules()
-            )
-            return () if has_attention else tuple(range(self.layers))
+            recurrent = any(_RECURRENT.search(type(module).__name__) for module in self._base.modules())
+            return tuple(range(self.layers)) if recurrent else ()
         return tuple(index for index, kind in enumerate(kinds) if kind not in _ATTENTION_LAYERS)
 
     def hidden(
@@ -117,9 +133,17 @@ class HFTreeModel:
                 "forward and backward inside one session",
                 "Use accumulate(), or put tree_loss and backward in `with HFTreeModel(model).session():`.",
             )
+        counted = _Counted(attention)
         with self.session(), self._routed(experts):
             output = self._base(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, gyre_attention=attention
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, gyre_attention=counted
+            )
+        if counted.calls != self.layers:
+            fail(
+                _DOING,
+                f"{counted.calls} of {self.layers} layers that let their attention be given",
+                "all of them",
+                'The others would see across branches. Use method="branches".',
             )
         return cast(Tensor, output.last_hidden_state)[0]
 

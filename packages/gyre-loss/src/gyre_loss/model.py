@@ -77,6 +77,7 @@ def refuse_recurrent(model: TreeModel, method: str) -> None:
     if model.recurrent_layers:
         raise RecurrentLayersError(
             f"while computing a tree loss with method={method!r}: layers {list(model.recurrent_layers)} are "
-            "recurrent, and their state would leak from one branch into the next; expected attention layers only. "
+            "recurrent (or neither full nor sliding attention), and their state would leak from one branch into "
+            "the next; expected attention layers only. "
             'Use method="branches", or pass Options(recurrent="branches") to fall back to it.'
         )
