@@ -300,6 +300,23 @@ async def test_a_source_that_cannot_describe_its_pool_refuses():
         await check_stays(source, sink, 64, report)
 
 
+async def test_a_source_without_a_pool_refuses_and_serves_again_later():
+    source, sink = filled(), HostPool(LAYOUT, 3)
+
+    def asleep():
+        raise RuntimeError("asleep")
+
+    source.regions = asleep
+    async with MigrationServer(source, key=KEY) as server:
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+        assert report.code == "engine", report
+        assert "asleep" in report.reason
+        await check_stays(source, sink, 64, report)
+        del source.regions
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+        assert report.carried
+
+
 async def test_reads_after_release_are_refused():
     source = filled()
     async with MigrationServer(source, key=KEY) as server:

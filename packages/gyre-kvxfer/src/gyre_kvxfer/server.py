@@ -243,8 +243,8 @@ class MigrationServer:
             return Refused(message.move, message.seq, "busy", said)
         try:
             self._export()
-        except KVError as err:
-            return Refused(message.move, message.seq, "engine", str(err))
+        except Exception as err:  # noqa: BLE001 - boundary: an engine that has no pool now refuses with its words
+            return Refused(message.move, message.seq, "engine", f"{type(err).__name__}: {err}")
         return None
 
     def _remember(self, message: Open, channel: Channel) -> ServedMove:

@@ -67,16 +67,25 @@ class Agent:
             raise TransportError(
                 explain("loading nixl", "no NIXL module", FLAVOURS, "pip install --no-deps nixl-cu12 (or another).")
             )
-        module = importlib.import_module(name)
         self.name = f"gyre-{uuid.uuid4().hex}"
-        config = module.nixl_agent_config(enable_prog_thread=progress_thread, backends=["UCX"])
-        self.raw: Any = module.nixl_agent(self.name, config)
+        try:
+            module = importlib.import_module(name)
+            config = module.nixl_agent_config(enable_prog_thread=progress_thread, backends=["UCX"])
+            self.raw: Any = module.nixl_agent(self.name, config)
+        except Exception as err:  # the library has a type of error per fault; all mean "not this transport"
+            raise TransportError(explain(f"starting {name}", err, "a NIXL agent", "Use another transport.")) from err
         self._held: list[Any] = []
 
     def register(self, regions: Sequence[Region]) -> None:
         """Register a pool."""
         kind, device = memory_kind(regions)
-        self._held.append(self.raw.register_memory([(r.addr, r.nbytes, device, "") for r in regions], kind))
+        areas = [(r.addr, r.nbytes, device, "") for r in regions]
+        try:
+            self._held.append(self.raw.register_memory(areas, kind))
+        except Exception as err:  # as above
+            raise TransportError(
+                explain(f"registering {kind} with nixl", err, "memory it can read", "Use another.")
+            ) from err
 
     def close(self) -> None:
         """Deregister everything."""
