@@ -158,13 +158,14 @@ async def test_snapshot_and_restore(workspace, sandbox, tmp_path):
         await again.snapshot(str(tmp_path / "no" / "such" / "folder"))
 
 
-async def test_closing_removes_the_folder_whatever_its_modes(workspace):
+async def test_closing_removes_the_folder_whatever_its_modes(workspace, sandbox):
     await sh(workspace, "mkdir -p locked/in; touch locked/in/f; chmod 000 locked/in locked")
     folder = Path(workspace.path).parent
     assert folder.exists()
     await workspace.close()
     await workspace.close()
     assert not folder.exists()
+    assert workspace not in sandbox._workspaces
 
 
 async def test_a_lost_keeper_is_our_fault(workspace):

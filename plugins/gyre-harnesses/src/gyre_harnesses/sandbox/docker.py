@@ -130,8 +130,8 @@ async def _client(
 class DockerWorkspace:
     """One container. Commands run one at a time."""
 
-    def __init__(self, options: DockerOptions, container: str) -> None:
-        self._options, self._container = options, container
+    def __init__(self, options: DockerOptions, container: str, closed: Callable[[DockerWorkspace], None]) -> None:
+        self._options, self._container, self._tell_closed = options, container, closed
         self._lock = asyncio.Lock()
         self._closed = False
 
@@ -220,6 +220,7 @@ class DockerWorkspace:
         """Remove the container with all that runs in it."""
         if not self._closed:
             self._closed = True
+            self._tell_closed(self)
             await _client([self._options.client, "rm", "-f", "-v", self._container], b"", _CLIENT_S, 1000)
 
 
@@ -242,7 +243,7 @@ class DockerSandbox:
 
     def __init__(self, options: DockerOptions | None, context: ComponentContext) -> None:
         self.options = options or DockerOptions()
-        self._made: list[DockerWorkspace] = []
+        self._made: set[DockerWorkspace] = set()
 
     def _arguments(self, name: str) -> list[str]:
         options = self.options
@@ -263,8 +264,8 @@ class DockerSandbox:
     async def _start(self, name: str, archive: bytes) -> DockerWorkspace:
         container = f"gyre-{uuid.uuid4().hex[:16]}"
         ran = await _client(self._arguments(container), b"", _CLIENT_S, 10_000)
-        workspace = DockerWorkspace(self.options, container)
-        self._made.append(workspace)
+        workspace = DockerWorkspace(self.options, container, self._made.discard)
+        self._made.add(workspace)
         if ran.code != 0:
             await workspace.close()
             raise InfrastructureError(
@@ -298,7 +299,7 @@ class DockerSandbox:
 
     async def close(self) -> None:
         """Remove all containers."""
-        await asyncio.gather(*(workspace.close() for workspace in self._made))
+        await asyncio.gather(*(workspace.close() for workspace in list(self._made)))
         self._made.clear()
 
 

@@ -15,7 +15,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gyre_core import CapabilityError, ComponentContext, ConfigError, ExecRequest, ExecResult, InfrastructureError
@@ -51,8 +51,9 @@ class LocalWorkspace:
         env: Mapping[str, str],
         *,
         keep: bool,
+        closed: Callable[[LocalWorkspace], None],
     ) -> None:
-        self._folder, self._channel, self._keep = folder, channel, keep
+        self._folder, self._channel, self._keep, self._tell_closed = folder, channel, keep, closed
         self._closed = False
         self._level = level
         self.inner_path = seen_at["work"]
@@ -122,6 +123,7 @@ class LocalWorkspace:
         if self._closed:
             return
         self._closed = True
+        self._tell_closed(self)
         self._channel.close()
         if not self._keep:
             await asyncio.to_thread(remove, self._folder)
@@ -227,7 +229,15 @@ class LocalSandbox:
         channel, hello = await self._spawner.keeper(name, self._setup(folder, level))
         if "error" in hello:
             raise InfrastructureError(f"making workspace {name!r}", got=hello["error"], expected=f"isolation {level!r}")
-        workspace = LocalWorkspace(folder, channel, level, hello["seen"], self.options.env, keep=self.options.keep)
+        workspace = LocalWorkspace(
+            folder,
+            channel,
+            level,
+            hello["seen"],
+            self.options.env,
+            keep=self.options.keep,
+            closed=self._workspaces.discard,
+        )
         self._workspaces.add(workspace)
         return workspace
 
