@@ -79,7 +79,9 @@ def run_transformers(folder: str, prompts: list[list[int]], tokens: int) -> dict
     batch = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     with torch.inference_mode():
-        model.generate(batch[:, :8], attention_mask=mask[:, :8] | 1, **(how | {"max_new_tokens": 4, "min_new_tokens": 4}))
+        model.generate(
+            batch[:, :8], attention_mask=mask[:, :8] | 1, **(how | {"max_new_tokens": 4, "min_new_tokens": 4})
+        )
         started = time.perf_counter()
         model.generate(batch, attention_mask=mask, **how)
         batched = time.perf_counter() - started
@@ -127,7 +129,9 @@ def main() -> None:
     }  # fmt: skip
     if not given.json:
         print(f"decode: {ours['decode_step_ms']} ms a step, {ours['decode_tokens_per_s']} tokens/s")
-        print(f"transformers: {theirs['batched_tokens_per_s']} batched, {theirs['serial_tokens_per_s']} serial tokens/s")
+        print(
+            f"transformers: {theirs['batched_tokens_per_s']} batched, {theirs['serial_tokens_per_s']} serial tokens/s"
+        )
     print(json.dumps(result))
 
 
