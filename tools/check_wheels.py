@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ALONE = "gyre-sched"
 IMPORT_MS = 50.0
 TRIES = 9
+EXAMPLE_NEEDS = {"gyre-loss": ["transformers"]}
+"""What a README's example uses beside its package."""
 _TIME = "import time; t = time.process_time(); import {module}; print((time.process_time() - t) * 1000)"
 
 
@@ -76,6 +78,8 @@ def check_installed(name: str, wheels: Path, folder: Path) -> str:
         if best >= IMPORT_MS:
             raise Wrong(f"importing {module} takes {best:.1f} ms at best, expected less than {IMPORT_MS:.0f}")
         note += f", imports in {best:.1f} ms"
+    for extra in EXAMPLE_NEEDS.get(name, []):
+        call("uv", "pip", "install", "-q", "--python", python, extra)
     readme = members()[name] / "README.md"
     call(sys.executable, ROOT / "tools" / "docs.py", "--python", python, readme)
     return note
