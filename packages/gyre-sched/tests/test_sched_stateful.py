@@ -57,7 +57,7 @@ CFG = SchedConfig(
 )
 
 
-UNANSWERED = (c.RouteCall, c.UndrainCell, c.SealStep, c.DropGroup, c.Alarm, c.RecallLease)
+UNANSWERED = (c.RouteCall, c.GroupEvaluated, c.UndrainCell, c.SealStep, c.DropGroup, c.Alarm, c.RecallLease)
 seen = Counter()
 
 
@@ -152,7 +152,7 @@ class Ring(RuleBasedStateMachine):
 
     def queue_one(self, size):
         self.number += 1
-        self.tell(e.GroupQueued(self.later(), f"g{self.number}", size))
+        self.tell(e.GroupQueued(self.later(), f"g{self.number}", size, self.rng.random() < 0.1))
 
     @rule()
     def session(self):
@@ -209,7 +209,9 @@ class Ring(RuleBasedStateMachine):
                 self.number += 1
                 self.tell(e.SessionStarted(self.later(), f"s{self.number}", running[-1].id))
                 self.tell(e.CallRequested(self.later(), f"s{self.number}", 20))
-            if running and self.rng.random() < 0.5:
+            if self.rng.random() < 0.3:
+                self.call()
+            if running and self.rng.random() < 0.4:
                 self.tell(e.ExecutionEnded(self.later(), running[0].id, EndStatus.COMPLETED))
 
     def finish_one(self, cmd, ok):

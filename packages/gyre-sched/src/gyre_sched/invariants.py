@@ -96,11 +96,14 @@ def _groups(w: World) -> None:
         _must((group.id in led.ended) == (group.stage == "ended"), f"group {group.id} {group.stage}: ended")
         seated = group.stage in ("building", "batched")
         _must((group.id in led.seated) == seated, f"group {group.id} {group.stage}: seats")
-        waits = group.stage in ("running", "ended")
+        waits = group.stage in ("running", "ended") and not group.evaluation
         _must((group.id in led.outstanding) == waits, f"group {group.id} {group.stage}: outstanding")
         if waits or seated:
             stale = led.version - group.version
             _must(stale <= w.config.max_staleness, f"group {group.id} would train at staleness {stale}")
+    _must(w.live == sum(g.unfinished for g in w.groups.values() if g.stage != "queued"), "live executions")
+    building = sum(g.stage == "building" for g in w.groups.values())
+    _must(led.building == building, f"groups being built: {led.building}, counted {building}")
     running = [e for e in w.executions.values() if e.running]
     unstarted = sum(g.size for g in w.groups.values() if g.stage == "running")
     unstarted -= sum(e.running or e.status is not None for e in w.executions.values() if e.group.stage == "running")

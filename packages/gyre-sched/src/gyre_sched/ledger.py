@@ -38,6 +38,8 @@ class Ledger:
         self.leased_tokens = 0
         self.done_tokens = 0
         self.undone = 0
+        self.building = 0
+        """Seated groups whose micro-batches are awaited."""
         self.sealed = False
         self.applying = False
 

@@ -70,6 +70,7 @@ def _run(w: World, group: Group, why: str) -> None:
     group.stage = "running"
     group.version = w.ledger.published
     w.unstarted += group.size
+    w.live += group.size
     w.note(group, "admitted: {}", why)
     w.out.append(AdmitGroup(group.id, group.version, why))
     w.dirty = True
@@ -124,6 +125,7 @@ def ended(w: World, ev: ExecutionEnded) -> None:
         w.ran(w.now - execution.started)
     execution.status = status
     group.unfinished -= 1
+    w.live -= 1
     if group.unfinished == 0:
         _complete(w, group)
 
@@ -199,6 +201,7 @@ def _seat(w: World, group: Group) -> None:
     del led.outstanding[group.id]
     led.seated[group.id] = group
     group.step, group.stage = led.version, "building"
+    led.building += 1
     good = tuple(e.id for e in group.executions.values() if e.status is not None and e.status.trains)
     out = tuple(e.id for e in group.executions.values() if e.status is None or not e.status.trains)
     why = f"seat {len(led.seated)} of {w.config.groups_per_step} in step {led.version}"

@@ -31,6 +31,7 @@ def batched(w: World, ev: GroupBatched) -> None:
             checks.refuse(DuplicateCommitError, w, ev, f"micro-batch {batch.id!r} is in the ledger", ev.group)
         seen.add(batch.id)
     w.dirty = True
+    w.ledger.building -= 1
     if not ev.counts:
         w.note(group, "filtered out: its seat is free")
         retire(w, group, "dropped")
@@ -146,7 +147,7 @@ def advance(w: World) -> None:
 
 def _full(w: World) -> bool:
     led = w.ledger
-    if any(group.stage != "batched" for group in led.seated.values()):
+    if led.building:
         return False
     if len(led.seated) >= w.config.groups_per_step:
         return True

@@ -81,14 +81,18 @@ def _release(view: View) -> Sequence[Turn]:
 
 def colocate(view: View) -> Sequence[Turn]:
     """All cells sample, then all train: the synchronous baseline. The core cell turns with the others."""
-    if view.live_executions == 0 and (view.undone_batches or view.sealed or view.building_groups):
+    if (
+        view.rollout_count
+        and view.live_executions == 0
+        and (view.undone_batches or view.sealed or view.building_groups)
+    ):
         return tuple(
             Turn(cell.id, Role.TRAIN, "everything admitted has ended")
             for cell in view.cells()
             if cell.state is CellState.ROLLOUT
         )
     trained = not (view.undone_batches or view.sealed or view.building_groups or view.held_groups)
-    if trained and view.live_executions and view.published == view.step:
+    if view.train_count and trained and view.live_executions and view.published == view.step:
         return tuple(
             Turn(cell.id, Role.ROLLOUT, "everything that ended has trained")
             for cell in view.cells()

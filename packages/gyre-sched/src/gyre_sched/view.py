@@ -209,9 +209,7 @@ class View:
     @property
     def live_executions(self) -> int:
         """Executions that run or are about to."""
-        w = self._w
-        running = sum(g.unfinished for g in w.ledger.outstanding.values())
-        return max(running, w.unstarted)
+        return self._w.live
 
     @property
     def waiting_sessions(self) -> int:
@@ -275,7 +273,7 @@ class View:
     @property
     def building_groups(self) -> int:
         """Groups whose micro-batches are being built."""
-        return sum(1 for g in self._w.ledger.seated.values() if g.stage == "building")
+        return self._w.ledger.building
 
     @property
     def held_groups(self) -> int:

@@ -104,6 +104,8 @@ class World:
         self.homed = 0
         self.unstarted = 0
         """Executions of admitted groups that do not run (yet, or again)."""
+        self.live = 0
+        """Executions of admitted groups that have not ended for good."""
         self.bare = 0
         """Running executions without a session."""
         self.growth = 0.0
