@@ -5,6 +5,7 @@ Import-light: no transformers, no torch; files only, never the network.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +70,20 @@ def _renderer(
         config = type(config)(**settings)
     except (ValueError, TypeError) as error:
         raise FormatError(f"choosing chat format {name!r}: {error}") from error
+    candidates = [config]
     if history == "exact" and name != "default":
-        kept = {**settings, "thinking_retention": "all"}
+        with contextlib.suppress(ValueError, TypeError):  # a renderer without this policy: its own bridge decides
+            candidates.insert(0, type(config)(**{**settings, "thinking_retention": "all"}))
+    failed: Exception | None = None
+    for one in candidates:
         try:
-            return base.create_renderer(tokenizer, type(config)(**kept))
-        except (ValueError, TypeError, NotImplementedError):
-            pass  # this renderer has no such policy; its own bridge decides
-    try:
-        return base.create_renderer(tokenizer, config)
-    except (AssertionError, ValueError, TypeError) as error:
-        raise FormatError(
-            f"choosing chat format {name!r} for {tokenizer.name_or_path!r}: {error}; does the tokenizer have that "
-            "family's special tokens?"
-        ) from error
+            return base.create_renderer(tokenizer, one)
+        except (AssertionError, ValueError, TypeError, NotImplementedError) as error:
+            failed = error
+    raise FormatError(
+        f"choosing chat format {name!r} for {tokenizer.name_or_path!r}: {failed}; does the tokenizer have that "
+        "family's special tokens?"
+    ) from failed
 
 
 def _has_calls(tokenizer: FastTokenizer | OffsetTokenizer) -> bool:
