@@ -75,7 +75,7 @@ class Ring(RuleBasedStateMachine):
         self.number = 0
         for i in range(4):
             self.join(f"c{i}", Role.TRAIN if i == 0 else Role.ROLLOUT, core=i == 0)
-        for _ in range(3):
+        for _ in range(6):
             self.queue_one(2)
 
     # --- helpers -------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Ring(RuleBasedStateMachine):
         for _ in range(min(times, len(self.open))):
             self.finish_one(self.open.pop(self.rng.randrange(len(self.open))), ok)
 
-    @rule(times=st.integers(4, 16))
+    @rule(times=st.integers(4, 24))
     def march(self, times):
         """Things mostly go well: open work is done in order, and executions end."""
         for _ in range(times):
@@ -212,7 +212,8 @@ class Ring(RuleBasedStateMachine):
             if self.rng.random() < 0.3:
                 self.call()
             if running and self.rng.random() < 0.4:
-                self.tell(e.ExecutionEnded(self.later(), running[0].id, EndStatus.COMPLETED))
+                last = running[1:] if len(running) > 1 else running
+                self.tell(e.ExecutionEnded(self.later(), self.pick(last).id, EndStatus.COMPLETED))
 
     def finish_one(self, cmd, ok):
         seen[type(cmd).__name__] += ok

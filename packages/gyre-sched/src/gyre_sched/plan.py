@@ -106,13 +106,14 @@ def best_split(hw: Hardware, load: Workload, config: SchedConfig, trial: Workloa
     grid = sorted({max(1, min(hw.cells - 1, round(hw.cells * f))) for f in (0.1, 0.25, 0.4, 0.55, 0.7, 0.85)})
     best = min(grid, key=seconds)
     step = max(1, hw.cells // 8)
-    while step >= 1:
+    finest = max(1, hw.cells // 64)
+    while step >= finest:
         around = [c for c in (best - step, best + step) if 1 <= c < hw.cells]
         better = min([best, *around], key=seconds)
         if better == best:
-            if step == 1:
+            if step == finest:
                 break
-            step = step // 2
+            step = max(finest, step // 2)
         best = better
     return best
 
