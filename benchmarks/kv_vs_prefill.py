@@ -72,12 +72,19 @@ def prompt_of(session: str, n: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(n)]
 
 
-async def sample(engine: LocalEngine, session: str, prompt: list[int], count: int) -> dict[str, Any]:
+def nothing_yet() -> dict[str, Any]:
+    """What `sample` fills while it runs."""
+    return {"ids": [], "logprobs": [], "at": [], "computed": 0, "finish": ""}
+
+
+async def sample(
+    engine: LocalEngine, session: str, prompt: list[int], count: int, out: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Run a greedy call: tokens, logprobs, when each came, prompt tokens computed, how it ended."""
     request = GenerateRequest(
         f"{session}-{time.monotonic_ns()}", session, prompt, SamplingParams(count, temperature=0.0)
     )
-    out: dict[str, Any] = {"ids": [], "logprobs": [], "at": [], "computed": 0, "finish": ""}
+    out = nothing_yet() if out is None else out
     async for chunk in engine.generate(request):
         out["ids"] += chunk.token_ids
         out["logprobs"] += chunk.logprobs
@@ -105,8 +112,10 @@ async def serve(folder: str, longest: int, threads: int) -> None:
                 say(await sample(engine, told["session"], prompt_of(told["session"], told["n"]), told["count"]))
             elif told["do"] == "start":
                 prompt = prompt_of(told["session"], told["n"])
-                running = asyncio.ensure_future(sample(engine, told["session"], prompt, told["count"]))
-                await asyncio.sleep(told["wait"])
+                so_far = nothing_yet()
+                running = asyncio.ensure_future(sample(engine, told["session"], prompt, told["count"], so_far))
+                while len(so_far["ids"]) < told["after"]:
+                    await asyncio.sleep(0.005)
                 say({})
             elif told["do"] == "ended" and running is not None:
                 say(await running)
@@ -192,7 +201,7 @@ async def live_move(peer: Peer, engine: LocalEngine, n: int, policy: MovePolicy)
     """Move a session while it decodes; compare with the same call left alone."""
     whole = await peer.ask(do="run", session=f"alone-{n}", n=n, count=200)
     session = f"live-{n}"
-    await peer.ask(do="start", session=session, n=n, count=2000, wait=0.4)
+    await peer.ask(do="start", session=session, n=n, count=900, after=60)
     report: MoveReport = await migrate(session, peer.endpoint, EngineKV(engine), key=KEY, policy=policy)
     part = await peer.ask(do="ended")
     if not report.carried or part["finish"] != str(FinishReason.ABORT):
