@@ -11,7 +11,7 @@ from gyre_core import BatchStats, ConfigError, Contribution, InfrastructureError
 from gyre_loss.serial import from_bytes
 from gyre_rl.config.schema import LossConfig
 from gyre_rl.run.atrest import contributions_at_rest, keep_record
-from gyre_rl.run.batches import Member, build_group, count_branches
+from gyre_rl.run.batches import Member, build_group
 from gyre_rl.run.bus import EventBus
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.run.feed import Feed
@@ -122,12 +122,6 @@ def test_means_are_divided_once_however_the_step_was_split():
     ]
     assert summarise([whole]) == summarise(parts) == {"ratio": 1.5, "entries": 4.0, "gap_max": 0.5}
     assert summarise([]) == {}
-
-
-def test_branches_are_leaves_less_one():
-    assert count_branches(np.array([-1, 0, 0], np.int32)) == 1
-    assert count_branches(np.array([-1], np.int32)) == 0
-    assert count_branches(np.zeros(0, np.int32)) == 0
 
 
 def contribution(folder: Path, number: int = 1) -> Contribution:

@@ -39,7 +39,7 @@ from gyre_rl.run.rollout import GroupPlan
 from gyre_rl.run.sampling import sample_loads
 from gyre_rl.run.stream import TaskStream, group_index, group_name
 from gyre_rl.run.summary import RunSummary
-from gyre_rl.views.events import Evaluated, RunEnded, RunStarted, StepStarted, read_log
+from gyre_rl.views.events import Evaluated, RunEnded, StepStarted, read_log
 
 log = logging.getLogger("gyre.run")
 
@@ -74,7 +74,7 @@ async def _run(
 ) -> RunSummary:
     began = time.monotonic()
     source, restore = _first_weights(config, directory, past)
-    async with assembled(config, directory, plugins, views, source, restore) as parts:
+    async with assembled(config, directory, plugins, views, source, restore, resumed=past is not None) as parts:
         ring = Ring(parts, _tasks(config, plugins, directory), past, began)
         status, reason = "failed", ""
         try:
@@ -144,21 +144,7 @@ class Ring:
 
     async def go(self) -> RunSummary:
         """Judge, train, judge again."""
-        config, parts = self.parts.config, self.parts
-        parts.bus.emit(
-            RunStarted(
-                config.name,
-                str(parts.directory.root),
-                config.steps,
-                config.cells.count,
-                config.seed,
-                config.scheduler.policy,
-                config.rollout.tasks_per_step,
-                config.rollout.group_size,
-                self.past is not None,
-                parts.training.applied,
-            )
-        )
+        parts = self.parts
         parts.spawn(sample_loads(parts))
         before = self.past.score_before if self.past else None
         if before is None:
@@ -318,7 +304,7 @@ class Ring:
             satellite_joins=parts.training.satellite_joins + earlier.get("satellite_joins", 0),
             sessions_rerouted=counts.sessions_rerouted + earlier.get("sessions_rerouted", 0),
             kv_moved_sessions=counts.kv_moved_sessions + earlier.get("kv_moved_sessions", 0),
-            branches=parts.training.branches,
+            branches=parts.rollout.branches + earlier.get("branches", 0),
             partial_scores=parts.rollout.partial_scores + earlier.get("partial_scores", 0),
             lost_calls=lost,
             wall_s=time.monotonic() - self.began,

@@ -95,8 +95,11 @@ class QuietEvents:
 class AgentsHost:
     """Harness, sandbox and scorers behind an HTTP interface."""
 
-    def __init__(self, spec: ChildSpec, plugins: PluginManager, harness: Harness, sandbox: Sandbox) -> None:
+    def __init__(
+        self, spec: ChildSpec, plugins: PluginManager, harness: Harness, sandbox: Sandbox, base_dir: str
+    ) -> None:
         self._spec, self._plugins, self._harness, self._sandbox = spec, plugins, harness, sandbox
+        self._base_dir = base_dir
         self._scorers: dict[str, Scorer] = {}
         self._running: dict[str, asyncio.Task[ExecutionEnd]] = {}
         self._cuts: dict[str, str] = {}
@@ -115,6 +118,9 @@ class AgentsHost:
         for task in list(self._running.values()):
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
+        close = getattr(self._harness, "aclose", None)
+        if close is not None:
+            await close()
         await self._sandbox.close()
 
     async def cut(self, message: Cut) -> Empty:
@@ -169,7 +175,7 @@ class AgentsHost:
     def _scorer(self, name: str) -> Scorer:
         """Options of a scorer come with each task, so one instance serves all."""
         if name not in self._scorers:
-            context = ComponentContext(self._spec.run_dir, "agents")
+            context = ComponentContext(self._spec.run_dir, "agents", base_dir=self._base_dir)
             self._scorers[name] = self._plugins.create(Kind.SCORER, name, None, context)
         return self._scorers[name]
 
@@ -185,4 +191,4 @@ async def make(spec: ChildSpec) -> AgentsHost:
     context = ComponentContext(spec.run_dir, spec.name, body.seed, base_dir=body.base_dir)
     harness = plugins.create(Kind.HARNESS, body.harness, body.harness_options, context)
     sandbox = plugins.create(Kind.SANDBOX, body.sandbox, body.sandbox_options, context)
-    return AgentsHost(spec, plugins, harness, sandbox)
+    return AgentsHost(spec, plugins, harness, sandbox, body.base_dir)

@@ -161,12 +161,12 @@ class CellHost:
 
     async def _leave(self) -> None:
         """From the present role to none."""
-        role, self.role = self.role, None
-        if role is Role.ROLLOUT:
+        if self.role is Role.ROLLOUT:
             await self.engine.sleep()
-        elif role is Role.TRAIN:
+        elif self.role is Role.TRAIN:
             await self._leases.flush()
             await self.trainer.offload()
+        self.role = None
 
     async def switch(self, message: SwitchTo) -> Took:
         """Change the role; on failure go back to the old one and raise."""

@@ -71,7 +71,14 @@ class Fleet:
         self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
     async def start(
-        self, name: str, host: str, body: dict[str, Any], *, env: dict[str, str] | None = None, port: int = 0
+        self,
+        name: str,
+        host: str,
+        body: dict[str, Any],
+        *,
+        env: dict[str, str] | None = None,
+        port: int = 0,
+        accelerators: int = 0,
     ) -> Child:
         """Start a process under its next incarnation; it may be waited for with `ready`."""
         life = self._lives[name] = self._lives.get(name, 0) + 1
@@ -83,7 +90,9 @@ class Fleet:
         log = self._run_dir / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         process = await self._launcher.start(
-            ProcessSpec(name, [sys.executable, "-m", "gyre_rl.procs.child", str(path)], env or {}, str(log))
+            ProcessSpec(
+                name, [sys.executable, "-m", "gyre_rl.procs.child", str(path)], env or {}, str(log), accelerators
+            )
         )
         child = Child(spec.cell, process)
         self.children[child.id] = child
@@ -105,13 +114,13 @@ class Fleet:
             child.ready.exception()  # somebody may have given up waiting
         self._lose(child, f"its process ended with status {status}")
 
-    async def ready(self, child: Child, as_type: type[T]) -> T:
+    async def ready(self, child: Child, as_type: type[T], timeout_s: float = START_TIMEOUT_S) -> T:
         """Wait until it said it is ready; returns what it said."""
         try:
-            body = await asyncio.wait_for(asyncio.shield(child.ready), START_TIMEOUT_S)
+            body = await asyncio.wait_for(asyncio.shield(child.ready), timeout_s)
         except TimeoutError as error:
             raise InfrastructureError(
-                f"starting {child.id}", got=f"no sign of readiness in {START_TIMEOUT_S:.0f} s"
+                f"starting {child.id}", got=f"no sign of readiness in {timeout_s:.0f} s"
             ) from error
         return unpack(body, as_type)
 

@@ -50,15 +50,17 @@ class LocalLauncher:
 
     def __init__(self, options: None, context: ComponentContext) -> None:
         self._started: list[LocalProcess] = []
+        self._devices: dict[str, range] = {}
 
     async def start(self, spec: ProcessSpec) -> ProcessHandle:
         """Start it with output to `spec.log_path`; raises InfrastructureError if the program cannot be started."""
         log = Path(spec.log_path or os.devnull)
+        env = {**os.environ, **self._device_env(spec), **spec.env}
         try:
             with log.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
                     *spec.argv,
-                    env={**os.environ, **spec.env},
+                    env=env,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -69,6 +71,15 @@ class LocalLauncher:
         handle = LocalProcess(process, spec.name)
         self._started.append(handle)
         return handle
+
+    def _device_env(self, spec: ProcessSpec) -> dict[str, str]:
+        """The devices that are this process's own; a process that comes back gets the ones it had."""
+        if not spec.accelerators:
+            return {}
+        if spec.name not in self._devices:
+            first = sum(len(taken) for taken in self._devices.values())
+            self._devices[spec.name] = range(first, first + spec.accelerators)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._devices[spec.name]))}
 
     async def close(self) -> None:
         """End all, at once."""

@@ -16,7 +16,7 @@ from gyre_tito import ExecutionSpec, Limits, ProxyServer, Score, Status, Store, 
 
 from gyre_rl.procs.child import ChildSpec
 from gyre_rl.procs.link import Link
-from gyre_rl.procs.wire import Empty, Endpoint, build_app
+from gyre_rl.procs.wire import Endpoint, build_app
 from gyre_rl.proxy.backend import CallOver, CellBackend, Route, RouteAsk
 
 
@@ -69,6 +69,15 @@ class CloseExecution:
     score: float | None = None
     milestones: dict[str, float] = field(default_factory=dict)
     cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """What was recorded of an execution."""
+
+    sampled_tokens: int = 0
+    branches: int = 0
+    """Paths of its tree beyond the first."""
 
 
 class LinkRouter:
@@ -132,11 +141,13 @@ class ProxyHost:
         opened = await self._up().open_execution(spec)
         return Opened(opened.api_key, opened.base_url)
 
-    async def close_execution(self, message: CloseExecution) -> Empty:
+    async def close_execution(self, message: CloseExecution) -> Closed:
         """Refuse further calls and record the verdict."""
         score = None if message.score is None else Score(message.score, message.milestones)
-        await self._up().close_execution(message.execution, Status(message.status), score, message.cause)
-        return Empty()
+        service = self._up()
+        info = await service.close_execution(message.execution, Status(message.status), score, message.cause)
+        leaves = len(self._store.load_tree(message.execution).leaves())
+        return Closed(info.sampled_tokens, max(0, leaves - 1))
 
     async def close(self) -> None:
         """Stop listening and write what is queued."""

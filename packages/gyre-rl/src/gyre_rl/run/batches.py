@@ -10,13 +10,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from gyre_core import MicroBatch
 from gyre_loss import groups
 from gyre_loss.assemble import ExecutionRecord, GroupBatch, assemble_group
 from gyre_loss.partitioner import partition
 from gyre_loss.serial import to_bytes
-from numpy.typing import NDArray
 
 from gyre_rl.config.schema import LossConfig
 
@@ -70,10 +68,3 @@ def build_group(
         spread=statistics.pstdev(scores) if scores else 0.0,
         scores=scores,
     )
-
-
-def count_branches(node_parent: NDArray[np.int32]) -> int:
-    """Paths of a tree beyond the first: leaves less one (0 for an empty tree). `node_parent` int32[M]."""
-    parents = node_parent
-    leaves = len(parents) - len(np.unique(parents[parents >= 0]))
-    return max(0, leaves - 1)

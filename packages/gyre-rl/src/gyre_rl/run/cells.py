@@ -90,8 +90,9 @@ class Cells:
         )
         threads = str(config.cells.threads)
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        child = await self.fleet.start(name, HOST, msgspec.to_builtins(body), env=env)
-        ready: CellReady = await self.fleet.ready(child, CellReady)
+        cells = config.cells
+        child = await self.fleet.start(name, HOST, msgspec.to_builtins(body), env=env, accelerators=cells.accelerators)
+        ready = await self.fleet.ready(child, CellReady, cells.start_s)
         self.infos[child.id] = CellInfo(child, core, ready)
         return child.id
 

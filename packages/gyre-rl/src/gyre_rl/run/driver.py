@@ -134,6 +134,8 @@ class RunDriver:
         """A step's groups are fixed."""
         self.training.seal(step)
         self.bus.emit(StepSealed(step, len(groups)))
+        if self.rollout.config.rollout.on_step_close == "cut":
+            await self.rollout.cut_all(f"step {step} closed")
 
     async def apply_step(self, step: int, groups: tuple[str, ...]) -> None:
         """Begin to step the optimizer."""

@@ -48,7 +48,7 @@ from gyre_rl.run.driver import RunDriver
 from gyre_rl.run.rollout import Rollout
 from gyre_rl.run.scheduling import make_scheduler, scheduler_log
 from gyre_rl.run.training import Training
-from gyre_rl.views.events import CellStateChanged
+from gyre_rl.views.events import CellStateChanged, RunStarted
 
 log = logging.getLogger("gyre.run")
 AGENTS, PROXY = "agents", "proxy"
@@ -309,6 +309,23 @@ def _create(plugins: PluginManager, kind: Kind, choice: PluginChoice, context: C
     return plugins.create(kind, choice.name, choice.options, context)
 
 
+def run_started(config: RunConfig, directory: RunDirectory, step: int, resumed: bool) -> RunStarted:
+    """The first event of each life of a run."""
+    rollout = config.rollout
+    return RunStarted(
+        config.name,
+        str(directory.root),
+        config.steps,
+        config.cells.count,
+        config.seed,
+        config.scheduler.policy,
+        rollout.tasks_per_step,
+        rollout.group_size,
+        resumed,
+        step,
+    )
+
+
 @asynccontextmanager
 async def assembled(
     config: RunConfig,
@@ -317,6 +334,8 @@ async def assembled(
     views: Sequence[EventSink],
     source: WeightSource,
     restore: str | None,
+    *,
+    resumed: bool = False,
 ) -> AsyncIterator[Parts]:
     """All processes up and joined, from the weights of `source` (and the checkpoint `restore`)."""
     bus = EventBus(directory.events, [*make_sinks(config, directory, plugins), *views])
@@ -325,6 +344,7 @@ async def assembled(
     launcher = _create(plugins, Kind.LAUNCHER, config.launcher, context)
     async with AsyncExitStack() as stack:
         stack.callback(bus.close)
+        bus.emit(run_started(config, directory, source.version, resumed))
         parts.fleet = Fleet(launcher, directory.root, on_message=parts.on_message, on_loss=parts.on_loss)
         await parts.fleet.open()
         stack.push_async_callback(parts.fleet.close)

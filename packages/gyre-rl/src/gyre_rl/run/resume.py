@@ -89,8 +89,9 @@ def _count(event: ev.Event | None, counts: dict[str, int]) -> None:
         case ev.SessionMoved():
             counts["sessions_rerouted"] += 1
             counts["kv_moved_sessions"] += event.carried
-        case ev.ExecutionEnded(partial=True):
-            counts["partial_scores"] += (event.score or 0.0) > 0
+        case ev.ExecutionEnded():
+            counts["partial_scores"] += event.partial and (event.score or 0.0) > 0
+            counts["branches"] += event.branches
         case _:
             return
 

@@ -20,7 +20,7 @@ from gyre_sched import events as sched
 from gyre_rl.agents.host import Cut, Outcome
 from gyre_rl.config.schema import RunConfig
 from gyre_rl.procs.wire import Empty, Peer
-from gyre_rl.proxy.host import CloseExecution, Opened, OpenExecution
+from gyre_rl.proxy.host import Closed, CloseExecution, Opened, OpenExecution
 from gyre_rl.run.bus import EventBus
 from gyre_rl.views.events import ExecutionEnded, ExecutionStarted
 
@@ -78,6 +78,9 @@ class Rollout:
     answered: dict[str, int] = field(default_factory=dict)
     """Recorded name -> model calls that its agent got an answer to, where its harness tells."""
     partial_scores: int = 0
+    branches: int = 0
+    """Paths beyond the first, over all trees."""
+    _slots: asyncio.Semaphore | None = None
     _running: dict[str, str] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -117,6 +120,12 @@ class Rollout:
         if recorded is not None:
             await self.agents().call("/cut", Cut(recorded, reason), Empty)
 
+    async def cut_all(self, reason: str) -> None:
+        """End every training execution that runs."""
+        groups = {name for name, plan in self.plans.items() if plan.purpose is Purpose.TRAIN}
+        running = [name for name in self._running if name.rpartition(".")[0] in groups]
+        await asyncio.gather(*(self.cut(execution, reason) for execution in running))
+
     @property
     def in_flight(self) -> int:
         """Executions that run."""
@@ -129,16 +138,22 @@ class Rollout:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self, execution: str, group: str, attempt: int, step: int) -> None:
+        if self._slots is None:
+            self._slots = asyncio.Semaphore(self.config.rollout.max_in_flight or 1_000_000)
+        async with self._slots:
+            await self._run_now(execution, group, attempt, step)
+
+    async def _run_now(self, execution: str, group: str, attempt: int, step: int) -> None:
         plan = self.plans[group]
         recorded = execution if attempt == 0 else f"{execution}.r{attempt}"
         self._running[execution] = recorded
         self.owners[recorded] = execution
-        began = time.perf_counter()
+        began, closed = time.perf_counter(), Closed()
         try:
             self.post(sched.ExecutionStarted(time.monotonic(), execution, group))
             self.bus.emit(ExecutionStarted(recorded, plan.task.id, group, step, plan.purpose.value, attempt))
             outcome = await self._attempt(plan, recorded, step)
-            await self._close(recorded, outcome)
+            closed = await self._close(recorded, outcome)
         except GyreError as error:
             outcome = Outcome(ExecutionEnd(ExecutionStatus.FAILED, str(error)), None, 0.0)
         except Exception as error:  # boundary: a failed execution is a record with a cause, not the end of the run
@@ -146,17 +161,21 @@ class Rollout:
             outcome = Outcome(ExecutionEnd(ExecutionStatus.FAILED, f"{type(error).__name__}: {error}"), None, 0.0)
         finally:
             self._running.pop(execution, None)
+        self._keep(execution, recorded, outcome)
+        self.branches += closed.branches
+        self._tell(plan, recorded, outcome, step, closed, time.perf_counter() - began)
+        self.owners.pop(recorded, None)
+        self.on_over(recorded)
+        status = EndStatus(outcome.end.status.value)
+        self.post(sched.ExecutionEnded(time.monotonic(), execution, status, outcome.end.reason))
+
+    def _keep(self, execution: str, recorded: str, outcome: Outcome) -> None:
         score = None if outcome.score is None else outcome.score.value
         if outcome.end.answered_calls is not None:
             self.answered[recorded] = outcome.end.answered_calls
         partial = outcome.end.status.partial and score is not None
         self.finished[execution] = Finished(execution, recorded, outcome.end, score, partial)
         self.partial_scores += partial and (score or 0.0) > 0.0
-        self._tell(plan, recorded, outcome, step, partial, time.perf_counter() - began)
-        self.owners.pop(recorded, None)
-        self.on_over(recorded)
-        status = EndStatus(outcome.end.status.value)
-        self.post(sched.ExecutionEnded(time.monotonic(), execution, status, outcome.end.reason))
 
     async def _attempt(self, plan: GroupPlan, recorded: str, step: int) -> Outcome:
         opened: Opened = await self.proxy().call(
@@ -174,25 +193,29 @@ class Rollout:
         )
         return await self.agents().call("/run", job, Outcome, timeout_s=None)
 
-    async def _close(self, recorded: str, outcome: Outcome) -> None:
+    async def _close(self, recorded: str, outcome: Outcome) -> Closed:
         score = outcome.score
         milestones = {} if score is None else {m.name: float(m.passed) for m in score.milestones}
         value = None if score is None else score.value
         closing = CloseExecution(recorded, outcome.end.status.value, value, milestones, outcome.end.reason)
-        await self.proxy().call("/close", closing, Empty)
+        return await self.proxy().call("/close", closing, Closed)
 
-    def _tell(self, plan: GroupPlan, recorded: str, outcome: Outcome, step: int, partial: bool, seconds: float) -> None:
-        end = outcome.end
+    def _tell(
+        self, plan: GroupPlan, recorded: str, outcome: Outcome, step: int, closed: Closed, seconds: float
+    ) -> None:
+        end, score = outcome.end, outcome.score
         self.bus.emit(
             ExecutionEnded(
                 recorded,
                 end.status.value,
-                None if outcome.score is None else outcome.score.value,
-                partial,
+                None if score is None else score.value,
+                end.status.partial and score is not None,
                 plan.purpose.value,
                 plan.name,
                 step,
                 turns=end.turns,
+                sampled_tokens=closed.sampled_tokens,
+                branches=closed.branches,
                 sub_agents=end.sub_agents,
                 compactions=end.compactions,
                 seconds=seconds,

@@ -23,7 +23,7 @@ from gyre_tito import Store
 from gyre_rl.cell.messages import Applied, ApplyStep, LeaseDone
 from gyre_rl.config.schema import RunConfig
 from gyre_rl.run.atrest import keep_record
-from gyre_rl.run.batches import BuiltGroup, Member, build_group, count_branches
+from gyre_rl.run.batches import BuiltGroup, Member, build_group
 from gyre_rl.run.bus import EventBus
 from gyre_rl.run.cells import Cells
 from gyre_rl.run.directory import RunDirectory
@@ -58,8 +58,6 @@ class Training:
     applied: int = 0
     """Optimizer steps taken; equals the policy version."""
     satellite_joins: int = 0
-    branches: int = 0
-    """Paths beyond the first, over all trees that were read."""
     trained_tokens: int = 0
     """Tree tokens through the trainers since the run began."""
     batches: dict[str, MicroBatch] = field(default_factory=dict)
@@ -107,7 +105,6 @@ class Training:
         members = []
         for item in finished:
             arrays = self.store.load_tree(item.recorded).to_arrays()
-            self.branches += count_branches(arrays.node_parent)
             score = math.nan if item.score is None else item.score
             members.append(Member(item.execution, item.end.status.value, score, arrays))
         return build_group(group, step, members, self.config.loss, trainer_version=step)
@@ -208,6 +205,8 @@ class Training:
         """What only the step needed: its gradients at rest."""
         self.batches = {name: batch for name, batch in self.batches.items() if batch.step > step}
         shutil.rmtree(self.directory.contributions(step), ignore_errors=True)
+        for version in self.directory.versions_saved()[: -self.config.checkpoint.keep]:
+            shutil.rmtree(self.directory.checkpoint(version), ignore_errors=True)
 
     def _told(self, step: int, opened: OpenStep, result: StepResult, seconds: float) -> StepApplied:
         stats = [contribution.stats for _, contribution in opened.contributions]

@@ -144,6 +144,8 @@ class Conversation:
                     body, session=self.session, parent=self.parent, key=f"{self.job.execution}/{self.session}/{number}"
                 )
         except TimeoutError:
+            if self.chat.trouble:
+                raise self.chat.failed() from None
             raise LimitError("wall") from None
         except ContextFullError:
             raise LimitError("context") from None

@@ -61,6 +61,8 @@ class ChatClient:
     def __init__(self, http: aiohttp.ClientSession, endpoint: ModelEndpoint, patience: Patience) -> None:
         self._http, self._endpoint, self._patience = http, endpoint, patience
         self._url = endpoint.base_url.rstrip("/") + "/chat/completions"
+        self.trouble = ""
+        """What went wrong in the tries since the last answer; empty when nothing did."""
 
     async def call(self, body: Mapping[str, Any], *, session: str, parent: str | None, key: str) -> Answer:
         """POST `body`; see the module for what is raised."""
@@ -82,11 +84,12 @@ class ChatClient:
                 async with self._http.post(self._url, data=data, headers=headers) as response:
                     status, text = response.status, await response.text()
             except (aiohttp.ClientError, OSError) as error:
-                problem = f"{type(error).__name__}: {error}"
+                self.trouble = problem = f"{type(error).__name__}: {error}"
                 continue
             if status == 200:
+                self.trouble = ""
                 return self._answer(text)
-            problem = f"HTTP {status}: {text[:300]}"
+            self.trouble = problem = f"HTTP {status}: {text[:300]}"
             if status < 500 and status not in (408, 429):
                 self._refused(status, text, problem)
         raise self._failed(problem, f"an answer within {self._patience.retries + 1} tries")
@@ -96,6 +99,10 @@ class ChatClient:
         if status in (400, 413, 422) and any(word in lowered for word in (*_CONTEXT_CODES, *_CONTEXT_WORDS)):
             raise ContextFullError(problem)
         raise self._failed(problem, "a request that the endpoint accepts")
+
+    def failed(self) -> InfrastructureError:
+        """Time ran out while the endpoint was in trouble: ours, not the agent's."""
+        return self._failed(self.trouble, "an answer before the execution's time was up")
 
     def _failed(self, got: str, expected: str) -> InfrastructureError:
         return InfrastructureError(f"calling the model at {self._url}", got=got, expected=expected)
