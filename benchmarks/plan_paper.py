@@ -85,7 +85,7 @@ def random_case(number: int) -> tuple[str, Hardware, Shape]:
     groups = max(2, round(cells * slots * rng.uniform(0.4, 1.2) / size))
     load = Shape(
         steps=4 if not big else 3,
-        groups_per_step=min(groups, 160 // size if not big else 512),
+        groups_per_step=min(groups, 160 // size if not big else 256),
         group_size=size,
         max_staleness=rng.choice((0, 1, 1, 2)),
         turns=rng.uniform(2, 4) if not big else 2.0,

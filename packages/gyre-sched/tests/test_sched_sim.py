@@ -207,5 +207,6 @@ def test_importing_needs_nothing_but_the_standard_library():
         "bad = [m for m in mods if m not in sys.stdlib_module_names and m not in ('gyre_sched', '__main__')]\n"
         "print([m for m in ('asyncio', 'numpy', 'torch', 'pluggy') if m in mods])"
     )
+    code += "\nassert all(hasattr(gyre_sched, n) for n in gyre_sched.__all__)"
     out = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
