@@ -317,6 +317,24 @@ async def test_a_source_without_a_pool_refuses_and_serves_again_later():
         assert report.carried
 
 
+async def test_another_version_is_refused_before_decoding_stops():
+    source, sink, frozen = filled(version=3), HostPool(LAYOUT, 4), []
+
+    class Watched(HostPool):
+        async def freeze(self, session):
+            frozen.append(session)
+            return await super().freeze(session)
+
+    source.__class__ = Watched
+    async with MigrationServer(source, key=KEY) as server:
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=replace(QUICK, version=4))
+        assert report.code == "version", report
+        assert frozen == []
+        await check_stays(source, sink, 64, report)
+        report = await migrate("s", server.endpoint, HostPool(LAYOUT, 3), key=KEY, policy=replace(QUICK, version=3))
+        assert report.carried
+
+
 async def test_reads_after_release_are_refused():
     source = filled()
     async with MigrationServer(source, key=KEY) as server:

@@ -128,7 +128,8 @@ class MovePolicy:
     `freeze_below` bytes: a session this small is frozen at once. `settle_below` bytes: when a pre-copy round moved no
     more than this, freeze. `max_rounds` pre-copy rounds at most. `reply_s`: wait this long before sending a request
     again (doubling); `give_up_s`: in all, for one request. `digest`: `""`, `"fast"` or `"strong"` block digests,
-    computed on both sides. `finite`: refuse KV with NaN or infinity.
+    computed on both sides. `finite`: refuse KV with NaN or infinity. `version`: KV of another policy
+    version is refused before the source stops decoding (-1: only the sink decides, after).
     """
 
     freeze_below: int = 8 << 20
@@ -138,6 +139,7 @@ class MovePolicy:
     give_up_s: float = 20.0
     digest: str = ""
     finite: bool = False
+    version: int = -1
 
 
 class DestinationMachine:
@@ -208,9 +210,9 @@ class DestinationMachine:
         """The actions that follow from an event."""
         match event:
             case Begin(now):
-                opening = Open(
-                    self.move, 1, self._session, self._destination, self._policy.freeze_below, self._policy.digest
-                )
+                policy = self._policy
+                limits = (policy.freeze_below, policy.digest, policy.version)
+                opening = Open(self.move, 1, self._session, self._destination, *limits)
                 self.frozen_at = now
                 return self._ask("opening", opening, now)
             case Received(message, now):

@@ -50,12 +50,16 @@ class Message:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Open(Message):
-    """Destination asks for a session. At most `freeze_below` bytes: freeze at once, there is nothing to pre-copy."""
+    """Destination asks for a session. At most `freeze_below` bytes: freeze at once, there is nothing to pre-copy.
+
+    `version`: only KV of this policy version is wanted (-1: any); another is refused before decoding is stopped.
+    """
 
     session: str
     destination: str
     freeze_below: int
     digest: str
+    version: int = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -133,7 +133,7 @@ class SourceMachine:
     """One move at the source. `handle` is the only way in."""
 
     __slots__ = (
-        *("_answered", "_digest", "_freeze_below", "_have", "_opened", "_pinned", "_seq"),
+        *("_answered", "_digest", "_freeze_below", "_have", "_opened", "_pinned", "_seq", "_wanted"),
         *("code", "deadline", "lease_s", "move", "state"),
     )
 
@@ -146,6 +146,7 @@ class SourceMachine:
         self._seq = 0
         self._have = 0
         self._freeze_below = 0
+        self._wanted = -1
         self._pinned: tuple[Pinned, ...] = ()
         self._digest = ""
         self._answered: Send | SendOffer | None = None
@@ -203,8 +204,8 @@ class SourceMachine:
         self._seq, self._answered = m.seq, None
         self.deadline = now + self.lease_s
         match (m, self.state):
-            case (Open(freeze_below=limit), "new"):
-                self._freeze_below = limit
+            case (Open(freeze_below=limit, version=wanted), "new"):
+                self._freeze_below, self._wanted = limit, wanted
                 self.state = "pinning"
                 return [DoPin()]
             case (Extend(have=have), "pinned"):
@@ -249,6 +250,9 @@ class SourceMachine:
             return [DoRelease(pinned.generation)]
         dropped = self._hold(pinned)
         self._digest = digest
+        if self._wanted not in (-1, pinned.version):
+            reason = f"the source holds KV of version {pinned.version}, not {self._wanted}"
+            return [*dropped, *self._abort("version"), Send(Refused(self.move, self._seq, "version", reason))]
         if nbytes <= self._freeze_below and not self._opened:
             self.state = "freezing"
             return [*dropped, DoFreeze()]
