@@ -10,7 +10,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gyre_sched import commands as c
@@ -24,47 +24,10 @@ from gyre_sched.policies import Policy
 from .bound import sampling_cell_seconds
 from .engine import Engine, Job
 from .models import Hardware
+from .result import Lane, SimResult
 from .workload import ExecutionPlan, Turn, Workload, batches_of
 
 __all__ = ["Lane", "SimResult", "Simulation", "simulate"]
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """``cell`` was in ``state`` from ``start`` to ``end`` (seconds)."""
-
-    cell: str
-    state: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
-class SimResult:
-    """What a run took and did. ``idle_share``: cell time in which a cell neither sampled nor trained."""
-
-    seconds: float
-    step_ends: tuple[float, ...]
-    idle_share: float
-    sampling_share: float
-    training_share: float
-    switches: int
-    moves: int
-    moves_carried: int
-    staleness: tuple[int, ...]
-    """How many groups trained at staleness 0, 1, 2 …, counted from the oldest version they may contain."""
-    cut: int
-    executions: int
-    skipped_cell_s: float
-    """Least cell time of the work that cuts left undone: to be taken off a bound for all work."""
-    events: int
-    """Simulated events, internal ones included."""
-    lanes: tuple[Lane, ...] = field(repr=False, default=())
-
-    @property
-    def hours(self) -> float:
-        """``seconds`` in hours."""
-        return self.seconds / 3600.0
 
 
 class _Cell:
