@@ -52,6 +52,7 @@ def our_proxy(folder: str, delay: float, agents: int, pipe) -> None:
         from gyre_tito import ExecutionSpec, ProxyServer, Store, TitoService
         from gyre_tito.testing import tiny_format
 
+        sys.setswitchinterval(0.0005)  # as `gyre_tito.serve` does: the writer's thread should not wait for the loop
         chat = tiny_format()
         store = Store.open(Path(folder) / "s.db", writable=True)
         service = TitoService(DelayedEngine(chat, delay), store, chat)

@@ -60,6 +60,7 @@ def load_backend(name: str) -> Backend:
 
 async def run_worker(options: ServeOptions, index: int) -> None:
     """Serve until SIGTERM or SIGINT; running calls are then cut and recorded."""
+    sys.setswitchinterval(0.0005)  # this process is ours: the writer's thread should not wait for the loop's
     urls = [f"http://{options.host}:{options.port + number}" for number in range(options.workers)]
     with Store.open(options.store, writable=True, durability=options.durability) as store:
         chat = load_format(options.model_dir, family=options.family, history=cast("HistoryMode", options.history))
