@@ -50,6 +50,8 @@ class SchedConfig:
     dwell_s: float = 0.0
     switch_margin: float = 1.0
     max_in_transit: float = 0.05
+    claim_idle: float | None = None
+    """Demand above which a cell with nothing to train samples instead; ``None``: the low mark."""
     lend_core: bool = False
     """Whether a policy may let the core cell sample while there is nothing to train (small clusters)."""
     keep_rollout: int = 1

@@ -167,8 +167,10 @@ def make_plan(
     add("joining", "and join a step as soon as its first group ended", joining, watermark, 1)
     add("moving", "and sessions move with their KV, oldest groups first", moving, watermark, 1)
     add("cost-aware", "the same, turning cells by predicted gain", moving, cost_aware, 1)
-    lending = replace(moving, lend_core=True)
-    add("lending", "cost-aware, and the core samples too while nothing is to train", lending, cost_aware, 1)
+    lending = replace(moving, lend_core=True, claim_idle=0.2)
+    add(
+        "lending", "cost-aware, and every cell samples, the core too, while nothing is to train", lending, cost_aware, 1
+    )
     if cut:
         cutting = elastic_config(hw, load, cut=cut)
         share = f"and the last executions of a starved step are cut (at most {cut:.0%}) and scored partially"

@@ -49,12 +49,17 @@ def _claim(view: View) -> Sequence[Turn]:
         cell = view.satellite(idle_only=False)
         if cell is not None:
             return (Turn(cell.id, Role.ROLLOUT, f"demand {load:.2f} is above the high mark {cfg.high}"),)
-    elif load > cfg.low and not view.ready_tokens:
+    elif load > _idle_mark(view) and not view.ready_tokens:
         cell = view.satellite(idle_only=True)
         if cell is not None:
-            why = f"nothing to train, and demand {load:.2f} is above the low mark {cfg.low}"
+            why = f"nothing to train, and demand {load:.2f} is above {_idle_mark(view)}"
             return (Turn(cell.id, Role.ROLLOUT, why),)
     return ()
+
+
+def _idle_mark(view: View) -> float:
+    mark = view.config.claim_idle
+    return view.config.low if mark is None else mark
 
 
 def _release(view: View) -> Sequence[Turn]:
@@ -164,7 +169,7 @@ def _lend_core(view: View) -> Sequence[Turn]:
     quiet = not (view.undone_batches or view.sealed or view.applying or view.building_groups)
     if core.state is CellState.TRAIN and core.lease is None and quiet and view.live_executions:
         load = view.utilisation()
-        if load > view.config.low:
+        if load > _idle_mark(view):
             return (Turn(core.id, Role.ROLLOUT, f"nothing to train, and demand is {load:.2f} of capacity"),)
     return ()
 
