@@ -3,8 +3,8 @@
     python examples/quickstart/make_policy.py            writes examples/quickstart/policy/
 
 The policy learns from scripted sessions (`gyre_tasks.files.demos`) how to speak: the chat format, looking around,
-copying names, stopping. It does not learn which command a word of the brief asks for: the demonstrators draw their
-commands at random. That is left to reinforcement learning.
+copying names, stopping. The demonstrators do the command that a word of the brief asks for in two jobs of five, and
+another one in the others; so does the policy. To be better than they are is left to reinforcement learning.
 
 Everything is seeded: run twice on one machine with the same libraries, it writes the same weights. The sessions are
 put into tokens by the renderer that the recording proxy uses at run time, turn by turn as it does it, so what was

@@ -144,8 +144,8 @@ def test_demonstrations_show_what_a_shell_prints(tmp_path: Path) -> None:
                 assert sorted(shown.split("\n")) == sorted(printed.split("\n"))
 
 
-def test_demonstrations_do_not_tell_which_command_a_word_asks_for() -> None:
-    """A word meets each command equally often: its own one time in six, within chance (chi-square, p > 0.001)."""
+def test_demonstrators_are_right_as_often_as_they_say() -> None:
+    """A word meets its own command in `skill` of the jobs and each other one equally often (chi-square, p > 0.001)."""
     draw = random.Random(7)
     meetings: Counter[tuple[str, str]] = Counter()
     for instance in drawn(4000):
@@ -154,12 +154,13 @@ def test_demonstrations_do_not_tell_which_command_a_word_asks_for() -> None:
                 if said:
                     words = [w for w in said.split() if any(w == op.word for op in OPERATIONS)]
                     meetings[words[-1], command.split(" <")[0]] += 1
-    assert len(meetings) == len(OPERATIONS) ** 2
-    mean = sum(meetings.values()) / len(meetings)
-    chi_square = sum((count - mean) ** 2 / mean for count in meetings.values())
-    assert chi_square < 66.6  # 35 degrees of freedom
-    own = sum(meetings[op.word, op.command] for op in OPERATIONS) / sum(meetings.values())
-    assert abs(own - 1 / len(OPERATIONS)) < 0.01
+    own = {(op.word, op.command) for op in OPERATIONS}
+    right = sum(meetings[pair] for pair in own) / sum(meetings.values())
+    assert abs(right - Habits().skill) < 0.015
+    wrong = [count for pair, count in meetings.items() if pair not in own]
+    assert len(wrong) == len(OPERATIONS) * (len(OPERATIONS) - 1)
+    mean = sum(wrong) / len(wrong)
+    assert sum((count - mean) ** 2 / mean for count in wrong) < 58.3  # 29 degrees of freedom
 
 
 def test_the_plugin_is_found_and_makes_tasks() -> None:

@@ -138,8 +138,8 @@ def test_it_looks_around_reads_the_brief_and_starts_on_the_first_job(recipe: Any
     assert right >= 21, f"{right} of 24 turns as demonstrated"
 
 
-def test_it_does_not_know_which_command_a_word_asks_for(recipe: Any, model: Any, tokenizer: Any) -> None:
-    """Probability of the own command among the six, averaged over the words: near one in six."""
+def test_it_is_as_mediocre_as_its_teachers(recipe: Any, model: Any, tokenizer: Any) -> None:
+    """Probability of the own command among the six, averaged over the words: near the teachers' share."""
     share: Counter[str] = Counter()
     for operation in OPERATIONS:
         said_before = [
@@ -160,4 +160,4 @@ def test_it_does_not_know_which_command_a_word_asks_for(recipe: Any, model: Any,
         chance = torch.softmax(torch.tensor(scores), 0)
         share[operation.word] = float(chance[[op.word for op in OPERATIONS].index(operation.word)])
     mean = sum(share.values()) / len(share)
-    assert 0.08 < mean < 0.25, dict(share)
+    assert 0.25 < mean < 0.55, dict(share)

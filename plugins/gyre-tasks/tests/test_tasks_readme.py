@@ -33,7 +33,7 @@ def test_the_table_is_what_the_family_does() -> None:
 def test_the_how_to_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("how_to_example")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    for code in re.findall(r"```python\n(.*?)```", HOW_TO.read_text(), re.S):
+    for code in re.findall(r"```python\n(.*?)```", HOW_TO.read_text(), re.DOTALL):
         exec(compile(code, str(HOW_TO), "exec"), module.__dict__)
     assert capsys.readouterr().out.startswith("20 counting/heldout/1000000 [{'path': 'answer.txt'")
     [registration] = module.gyre_register()

@@ -1,9 +1,9 @@
 """Scripted sessions of the family for warm starts: the format and the way around, not what the words mean.
 
 A demonstrator looks around, reads the brief, takes its jobs in order, names each job's word and writes the right
-target from the right source, but draws the *operation* uniformly from all of them, whatever the word. So whoever
-imitates it learns to speak, look, copy names and stop, and knows nothing of which command a word asks for:
-over the demonstrations a word meets its own command as often as any other.
+target from the right source, but is a mediocre worker: it knows the *operation* that a word asks for in
+`Habits.skill` of its jobs and does some other one in the rest. So whoever imitates it learns to speak, look, copy
+names and stop, and is about as often right as wrong. To be better than its teachers is left to scores.
 
 Invariants: sessions are a pure function of (instance, draw); every observation is what a shell in that
 workspace would have printed. It also shows the accidents of real sessions, in the shares that `Habits` states:
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from gyre_tasks.files.generator import DONE, FileJob, Instance
-from gyre_tasks.files.operations import OPERATIONS
+from gyre_tasks.files.operations import OPERATIONS, operation
 from gyre_tasks.files.taskset import PROMPT
 from gyre_tasks.files.words import BRIEFS
 
@@ -37,6 +37,8 @@ class Habits:
     """Of sessions: open a brief by a guessed name before looking."""
     look: float = 0.12
     """Of sessions: print a data file before opening the brief."""
+    skill: float = 0.4
+    """Of jobs: do the operation that the word asks for; else one of the others, each as often."""
     elide: float = 0.4
     """Of sessions: the first tool result is gone from the history that later calls see."""
 
@@ -86,13 +88,13 @@ def demos(instance: Instance, draw: random.Random, habits: Habits) -> Iterator[D
         if job.helper:
             main.call("task", {"prompt": f"Please {job.instruction}"}, DONE, say=line)
         else:
-            _work(main, job, draw, line)
+            _work(main, job, draw, habits, line)
     main.say(f"{len(instance.jobs) + 1}. {DONE}")
     yield Demo(tuple(main.messages), start)
     for job in instance.jobs:
         if job.helper:
             helper = _Session([{"role": "user", "content": f"Please {job.instruction}"}])
-            _work(helper, job, draw, f"I {job.instruction}")
+            _work(helper, job, draw, habits, f"I {job.instruction}")
             helper.say(DONE)
             yield Demo(tuple(helper.messages), helper=True)
 
@@ -118,9 +120,12 @@ def _compact(session: _Session, draw: random.Random, habits: Habits) -> int:
     return len(session.messages)
 
 
-def _work(session: _Session, job: FileJob, draw: random.Random, say: str) -> None:
-    """Say the job, then do some operation from its source to its target."""
-    session.bash(draw.choice(OPERATIONS).shell(job.source, job.target), NO_OUTPUT, say=say)
+def _work(session: _Session, job: FileJob, draw: random.Random, habits: Habits, say: str) -> None:
+    """Say the job, then do the operation it asks for, or in `1 - skill` of the cases another one."""
+    right = operation(job.word)
+    others = [each for each in OPERATIONS if each is not right]
+    done = right if draw.random() < habits.skill else draw.choice(others)
+    session.bash(done.shell(job.source, job.target), NO_OUTPUT, say=say)
 
 
 def listing(instance: Instance, capitals_first: bool) -> str:
