@@ -277,6 +277,11 @@ QUICK = settings(
 )
 
 
+def test_the_laws_hold():
+    run_state_machine_as_test(Ring, settings=settings(SETTINGS, max_examples=20))
+
+
+@pytest.mark.slow
 def test_the_laws_hold_for_ten_thousand_steps():
     seen.clear()
     run_state_machine_as_test(Ring, settings=SETTINGS)
