@@ -20,7 +20,7 @@ from gyre_rl.views import events as ev
 from gyre_tito import Store
 from small import QUICKSTART, SMALL, Probe, check_counted_once, kill, processes_of, small_config
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Killer:

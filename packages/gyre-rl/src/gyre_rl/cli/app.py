@@ -133,6 +133,28 @@ def tree(
 
 
 @app.command()
+def plan(
+    trace: Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="A trace, or a run's scheduler log.")] = None,
+    preset: Annotated[str, typer.Option("--preset", help="Published workload and cluster.")] = "qwengyre",
+    cells: Annotated[int | None, typer.Option("--cells", help="Another number of cells.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Another number of steps.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the simulated work.")] = 0,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with the lanes of the cells.")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Simulate a workload on colocated, static and elastic cells: is this worth it, and what could it reach at best?"""
+    console = Console(json, debug)
+    with reported(console):
+        from gyre_rl.cli.recordings import plan as planned
+
+        chosen = [*([str(trace)] if trace else []), "--preset", preset, "--seed", str(seed)]
+        for name, value in (("--cells", cells), ("--steps", steps), ("--html", html)):
+            chosen += [] if value is None else [name, str(value)]
+        planned(chosen, console)
+
+
+@app.command()
 def replay(
     run_dir: RunDir,
     story: Annotated[str, typer.Option("--story", help="A cell, session, execution, group or lease.")] = "",

@@ -34,6 +34,15 @@ def tito(command: str, arguments: Sequence[str], console: Console) -> None:
         sys.exit(status)
 
 
+def plan(arguments: Sequence[str], console: Console) -> None:
+    """Run gyre-sched's planner and exit with its status when it is not 0."""
+    from gyre_sched.__main__ import main
+
+    status = main(["plan", *arguments, *(["--json"] if console.json else [])])
+    if status:
+        sys.exit(status)
+
+
 def replay_scheduler(run_dir: Path, story: str, console: Console) -> None:
     """Feed the scheduler's log to a new machine and say where it ends, or tell the story of one of its things."""
     from gyre_sched.errors import LogError
