@@ -28,7 +28,7 @@ from gyre_core import (
     Trainer,
     WeightSource,
 )
-from gyre_kvxfer import MigrationServer, migrate
+from gyre_kvxfer import MigrationServer, MovePolicy, migrate
 
 from gyre_rl.cell.calls import answer_call
 from gyre_rl.cell.kv import EngineKV
@@ -218,7 +218,14 @@ class CellHost:
             return Pulled(False, why=f"{self.spec.cell} is no rollout cell")
         if EngineCapability.KV_MOVE not in self.engine.capabilities:
             raise CapabilityError(f"moving {message.session} to {self.spec.cell}", got="an engine without KV moves")
-        report = await migrate(message.session, message.endpoint, EngineKV(self.engine), key=self.spec.token.encode())
+        report = await migrate(
+            message.session,
+            message.endpoint,
+            EngineKV(self.engine),
+            key=self.spec.token.encode(),
+            destination=str(self.spec.cell),
+            policy=MovePolicy(version=self.engine.version),
+        )
         return Pulled(
             report.carried,
             report.bytes,
