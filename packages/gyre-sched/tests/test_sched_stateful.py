@@ -273,7 +273,7 @@ SETTINGS = settings(
     suppress_health_check=list(HealthCheck),
 )
 QUICK = settings(
-    SETTINGS, max_examples=300, stateful_step_count=50, phases=(Phase.generate,), report_multiple_bugs=False
+    SETTINGS, max_examples=2500, stateful_step_count=80, phases=(Phase.generate,), report_multiple_bugs=False
 )
 
 
