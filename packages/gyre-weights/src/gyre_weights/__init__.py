@@ -1,0 +1,1 @@
+"""Policy versions on the way from trainer to engine: disk, shared memory, delta, collective."""

@@ -1,0 +1,1 @@
+"""DeepSpeed as a trainer of Gyre."""

@@ -1,0 +1,1 @@
+"""Megatron-Core as a trainer of Gyre."""

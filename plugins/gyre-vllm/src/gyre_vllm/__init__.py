@@ -1,0 +1,1 @@
+"""vLLM as an engine of Gyre."""
