@@ -12,12 +12,13 @@ DOCS = Path(__file__).parents[3] / "docs"
 pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="the package stands alone, without the repository's docs")
 
 
-def test_how_to_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "how-to/loss.md").read_text(), re.DOTALL)
-    assert len(blocks) == 7
+@pytest.mark.parametrize(("page", "count"), [("loss", 7), ("loss-own-model", 4)])
+def test_how_to_runs(page, count):
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"how-to/{page}.md").read_text(), re.DOTALL)
+    assert len(blocks) == count
     space: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block, "docs/how-to/loss.md", "exec"), space)
+        exec(compile(block, f"docs/how-to/{page}.md", "exec"), space)
 
 
 def test_reference_names_every_public_name():

@@ -112,6 +112,8 @@ def test_nothing_larger_than_a_tile_exists():
         ({"hidden": torch.zeros(2, 4)}, r"hidden \(2, 4\) and weight \(17, 5\)"),
         ({"temperature": 0.0}, "temperature = 0.0"),
         ({"bias": torch.zeros(3)}, r"bias \(3,\)"),
+        ({"vocab": 18}, "vocab = 18; expected at least 1 and at most 17, the rows of the head"),
+        ({"targets": torch.tensor([0, 16]), "vocab": 16}, r"targets\[1\] = 16; .* vocabulary of 16"),
     ],
 )
 def test_bad_arguments_are_named(change, message):
@@ -125,10 +127,21 @@ def test_chunk_sizes_must_be_positive():
         Tiling(0, 5)
 
 
-def _rank(rank: int, world: int, folder: str) -> None:
+def test_rows_that_pad_the_head_are_no_tokens():
+    states, weight, bias, _ = make(7, 12, 5)
+    targets = torch.arange(7)
+    logp, _ = plain(states, weight[:9], targets, bias[:9], 1.0)
+    want = torch.autograd.grad(logp.sum(), [states, weight, bias])
+    got = linear_logprob(states, weight, targets, bias=bias, vocab=9, tiling=Tiling(3, 4)).logp
+    for one, other in zip((got, *torch.autograd.grad(got.sum(), [states, weight, bias])), (logp, *want), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def _rank(rank: int, world: int, folder: str, vocab: int) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
     states, weight, bias, targets = make(7, 12, 5)
-    logp, ent = plain(states, weight, targets, bias, 0.9)
+    targets = targets % vocab
+    logp, ent = plain(states, weight[:vocab], targets, bias[:vocab], 0.9)
     mix = torch.linspace(-1, 1, 14, dtype=torch.float64).view(2, 7)
     want = torch.autograd.grad((mix[0] * logp + mix[1] * ent).sum(), [states, weight, bias])
     share = slice(rank * 6, rank * 6 + 6)
@@ -143,6 +156,7 @@ def _rank(rank: int, world: int, folder: str) -> None:
         entropy=True,
         tiling=Tiling(3, 4),
         group=torch.distributed.group.WORLD,
+        vocab=vocab,
     )
     found = torch.autograd.grad((mix[0] * got.logp + mix[1] * got.entropy).sum(), [states, local, local_bias])
     for one, other in [
@@ -157,7 +171,9 @@ def _rank(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-def test_vocabulary_parallel_equals_the_whole():
+@pytest.mark.parametrize("vocab", [12, 11, 5])
+def test_vocabulary_parallel_equals_the_whole(vocab):
+    """At 5 of 12 rows the second rank has padding only."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, args=(2, folder), nprocs=2, start_method="fork")
+        mp.start_processes(_rank, args=(2, folder, vocab), nprocs=2, start_method="fork")

@@ -21,7 +21,7 @@ from gyre_loss.aggregate import (
 from gyre_loss.arrays import TreeArrays
 from gyre_loss.assemble import ExecutionRecord, GroupBatch, assemble_group
 from gyre_loss.batch import TreeBatch
-from gyre_loss.forest import TrainedTree, merge
+from gyre_loss.forest import TrainedTree, merge, pad
 from gyre_loss.groups import (
     GroupAdvantages,
     GroupNote,
@@ -77,6 +77,7 @@ __all__ = [
     "histogram",
     "leave_one_out",
     "merge",
+    "pad",
     "partition",
     "prune",
     "sequence_mean",

@@ -9,7 +9,7 @@ two executions happened to sample the same token after the same context. Needs n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,35 @@ def merge(trees: Sequence[TrainedTree]) -> TreeBatch:
     for owner, item in enumerate(trees):
         _insert(top, owner, item.tree)
     return _flatten(top, trees)
+
+
+def pad(batch: TreeBatch, multiple: int, token_id: int = 0) -> TreeBatch:
+    """The batch with tokens added until their number is a multiple of ``multiple``, as a tree of its own.
+
+    Sequence-parallel and 8-bit trainers want lengths that divide. The added tokens see nothing but each other, train
+    nothing and are seen by nothing, so neither loss nor gradient changes. Raises ValueError for multiples below 1.
+
+    >>> nan = float("nan")
+    >>> batch = TreeBatch.from_arrays(node_parent=[-1], node_start=[0, 3], token_ids=[5, 6, 7],
+    ...     sampled=[False, True, True], logprobs=[nan, -0.5, -1.0], versions=[-1, 0, 0])
+    >>> pad(batch, 4).token_ids.tolist(), pad(batch, 4).node_parent.tolist()
+    ([5, 6, 7, 0], [-1, -1])
+    """
+    if multiple < 1:
+        fail("padding a batch", f"multiple = {multiple}", "1 or more")
+    extra = -batch.tokens % multiple
+    if not extra:
+        return batch
+    experts = batch.routed_experts
+    if experts is not None:
+        experts = np.concatenate([experts, np.full((extra, *experts.shape[1:]), -1, np.int16)])
+    return replace(
+        batch,
+        node_parent=np.append(batch.node_parent, np.int32(-1)),
+        node_start=np.append(batch.node_start, batch.node_start[-1] + extra),
+        token_ids=np.concatenate([batch.token_ids, np.full(extra, token_id, np.int32)]),
+        routed_experts=experts,
+    )
 
 
 def _insert(top: _Node, owner: int, tree: TreeArrays) -> None:

@@ -75,25 +75,39 @@ def linear_logprob(
     entropy: bool = False,
     tiling: Tiling | None = None,
     group: dist.ProcessGroup | None = None,
+    vocab: int | None = None,
 ) -> Logprobs:
     """Log-probabilities of ``targets`` int64[R] under softmax((hidden @ weight.T + bias) / temperature).
 
     ``hidden`` [R, h]; ``weight`` [V, h], or this rank's [V / ranks, h] with ``group`` (equal shares, in rank order);
-    ``bias`` [V] or None. Gradients go to hidden, weight and bias; with ``group`` the gradient of hidden is already
-    summed over the ranks. Raises ValueError for shapes that do not fit, targets out of range, a temperature not above
-    0.
+    ``bias`` [V] or None. ``vocab``: how many tokens there are, where the head has more rows than that (padding, which
+    the engine that sampled did not count); default all rows. Gradients go to hidden, weight and bias; with ``group``
+    the gradient of hidden is already summed over the ranks. Raises ValueError for shapes that do not fit, targets out
+    of range, a temperature not above 0.
     """
-    shards = 1 if group is None else dist.get_world_size(group)
-    _check(hidden, weight, targets, bias, temperature, shards)
-    chosen = tiling or Tiling.choose(hidden.shape[0], weight.shape[0], hidden)
+    shards, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    rows = weight.shape[0]
+    known = rows * shards if vocab is None else vocab
+    _check(hidden, weight, targets, bias, temperature, rows * shards, known)
+    real = min(rows, max(0, known - rank * rows))
+    if real < rows:
+        weight, bias = weight[:real], None if bias is None else bias[:real]
+    local = targets if group is None else targets - rank * rows
+    chosen = tiling or Tiling.choose(hidden.shape[0], max(1, real), hidden)
     if not torch.is_grad_enabled():
         chosen = replace(chosen, keep_bytes=0)
-    logp, ent = _LinearLogprob.apply(hidden, weight, bias, targets, float(temperature), entropy, chosen, group)
+    logp, ent = _LinearLogprob.apply(hidden, weight, bias, local, float(temperature), entropy, chosen, group)
     return Logprobs(logp, ent if entropy else None)
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, shards: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    rows: int,
+    vocab: int,
 ) -> None:
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         fail(_DOING, f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}", "[R, h] and [V, h]")
@@ -103,7 +117,8 @@ def _check(
         fail(_DOING, f"bias {tuple(bias.shape)}", f"[{weight.shape[0]}]")
     if not temperature > 0:
         fail(_DOING, f"temperature = {temperature}", "a temperature above 0", "Greedy sampling has no gradient.")
-    vocab = weight.shape[0] * shards
+    if not 0 < vocab <= rows:
+        fail(_DOING, f"vocab = {vocab}", f"at least 1 and at most {rows}, the rows of the head")
     if targets.numel() and not bool(((targets >= 0) & (targets < vocab)).all()):
         bad = int(((targets < 0) | (targets >= vocab)).nonzero()[0])
         fail(_DOING, f"targets[{bad}] = {int(targets[bad])}", f"a token below the vocabulary of {vocab}")
@@ -126,18 +141,17 @@ class _LinearLogprob(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
+        local: Tensor,
         temperature: float,
         want_entropy: bool,
         tiling: Tiling,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         rows, dtype = hidden.shape[0], accumulator(hidden)
-        local = targets if group is None else targets - dist.get_rank(group) * weight.shape[0]
         top = torch.full((rows,), -torch.inf, dtype=dtype, device=hidden.device)
         total, moment, chosen = (torch.zeros_like(top) for _ in range(3))
         kept: dict[tuple[int, int], Tensor] = {}
-        keep_rows = tiling.keep_bytes // (weight.shape[0] * dtype.itemsize)
+        keep_rows = tiling.keep_bytes // max(1, weight.shape[0] * dtype.itemsize)
         for begin in range(0, rows, tiling.row_chunk):
             span = slice(begin, begin + tiling.row_chunk)
             state = (top[span], total[span], moment[span], chosen[span])
