@@ -114,6 +114,10 @@ def test_versions_between_turns():
         turn(second, [*ids("x"), END], versions=[2] * (len(ids("x")) + 1), cached=len(second) - 3),
     )
     assert codes(stale) == {"cache-across-versions", "version-mixed"}
+    levels = {one.code: one.severity for one in check_rollouts([stale], READER)}
+    assert levels == {"cache-across-versions": "warning", "version-mixed": "note"}
+    untold = rollout(turn(PROMPT, first, versions=None), version_span=(1, 2))
+    assert {one.severity for one in check_rollouts([untold], READER) if one.code == "version-mixed"} == {"warning"}
     back = rollout(turn(PROMPT, first, versions=[2] * len(first)), turn(second, [END], versions=[1]))
     assert "version-decreases" in codes(back)
 
@@ -138,7 +142,18 @@ def test_faults_of_executions_and_groups():
     assert "rows-count-twice" in codes(one("a", group="g", score=0), one("a", group="g", score=1))
     assert "group-flat" in codes(one("a", group="g"), one("b", group="g"))
     assert "group-missing" in codes(one("a"), one("b"))
-    fine = [one(f"{g}{n}", group=g, task=g, score=n / 2) for g in "ab" for n in range(2)]
+    fewer = [
+        *uneven[:2],
+        one("c", group="b", status=Status.OPEN),
+        one("d", group="a", status=Status.FAILED, score=None),
+    ]
+    assert "group-uneven" not in codes(*fewer)
+    held_out = [one(f"h{n}", group=f"h{n}", task=f"h{n}", purpose="eval") for n in range(2)]
+    fine = [
+        *held_out,
+        one("h2", purpose="eval"),
+        *(one(f"{g}{n}", group=g, task=g, score=n / 2) for g in "ab" for n in range(2)),
+    ]
     assert codes(*fine) == set()
 
 

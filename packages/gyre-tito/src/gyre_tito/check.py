@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gyre_tito.check_cache import check_cache, turn_before
+from gyre_tito.check_groups import check_groups
 from gyre_tito.findings import Finding
-from gyre_tito.rollouts import Rollout, Turn
+from gyre_tito.rollouts import Ids, Rollout, Turn
 from gyre_tito.tree import common_prefix
 
 _AROUND = 6
@@ -46,9 +48,7 @@ def check_rollout(rollout: Rollout, reader: Reader | None = None) -> Iterator[Fi
     yield from _paths(rollout, reader)
 
 
-def _at(
-    code: str, rollout: Rollout, number: int, message: str, token: int | None = None, ids: Sequence[int] = ()
-) -> Finding:
+def _at(code: str, rollout: Rollout, number: int, message: str, token: int | None = None, ids: Ids = ()) -> Finding:
     turn = rollout.turns[number]
     around = () if token is None else tuple(int(one) for one in ids[max(0, token - _AROUND) : token + _AROUND])
     return Finding(code, rollout.execution, message, turn.place or rollout.place, number, token, around)
@@ -156,32 +156,27 @@ def _versions(rollout: Rollout) -> Iterator[Finding]:
     if unknown and not rollout.version_span:
         yield Finding("version-missing", rollout.execution, f"{unknown} sampled tokens", rollout.place)
     if len(span) > 1:
-        message = f"policy versions {', '.join(map(str, span))}"
-        yield Finding("version-mixed", rollout.execution, message, rollout.place)
+        told = not unknown and not rollout.version_span
+        message = f"policy versions {', '.join(map(str, span))}" + ("" if told else "; no token says which is its own")
+        yield Finding("version-mixed", rollout.execution, message, rollout.place, level="note" if told else "warning")
 
 
 def _between(rollout: Rollout, number: int, turn: Turn, known: list[int]) -> Iterator[Finding]:
-    """Versions from one turn to the next: they never go down, and a new one starts without cached tokens."""
-    if turn.parent is not None:
-        before: Turn | None = rollout.turns[turn.parent]
-    else:
-        before = next((one for one in reversed(rollout.turns[:number]) if one.session == turn.session), None)
+    """Versions never go down from one turn to the next."""
+    before = turn_before(rollout, number)
     if before is None or not before.versions or not known:
         return
     if known[0] < max(before.versions):
         message = f"sampled under version {known[0]}, the turn before it under {max(before.versions)}"
         yield _at("version-decreases", rollout, number, message)
-    if turn.cached and known[0] > max(before.versions) >= 0:
-        message = (
-            f"{turn.cached} prompt tokens were cached under version {max(before.versions)}, sampled under {known[0]}"
-        )
-        yield _at("cache-across-versions", rollout, number, message)
 
 
 def _paths(rollout: Rollout, reader: Reader | None) -> Iterator[Finding]:
-    """Does each prompt continue what its session sampled before?"""
+    """Does each prompt continue what its session sampled before? Where the file itself says so, it does."""
     last: dict[str, tuple[int, NDArray[np.int32], int]] = {}
     for number, turn in enumerate(rollout.turns):
+        if turn.continues is not None:
+            continue
         prompt = np.asarray(turn.prompt, dtype=np.int32)
         sampled = np.asarray(turn.sampled, dtype=np.int32)
         if turn.session in last and len(prompt):
@@ -245,8 +240,6 @@ def _same_json(a: str, b: str) -> bool:
 
 def check_rollouts(rollouts: Iterable[Rollout], reader: Reader | None = None) -> list[Finding]:
     """All findings of a set of rollouts, groups and statuses included."""
-    from gyre_tito.check_groups import check_groups
-
     kept = list(rollouts)
     found = [finding for rollout in kept for finding in check_rollout(rollout, reader)]
-    return [*found, *check_groups(kept)]
+    return [*found, *check_cache(kept), *check_groups(kept)]

@@ -130,11 +130,11 @@ def _too_little(call: CallRecord, lengths: dict[int, int]) -> bool:
 
 
 def _as_rollout(info: ExecutionInfo, calls: list[CallRecord]) -> Rollout:
-    """A stored execution for the common checks. Prompts are left out: paths are true by how the store keeps them."""
+    """A stored execution for the common checks. That paths continue is true by how the store keeps them."""
     at = {call.index: number for number, call in enumerate(calls)}
     turns = tuple(
         Turn(
-            prompt=(),
+            prompt=call.context_ids,
             sampled=call.sampled_ids.tolist(),
             logprobs=call.logprobs.tolist(),
             versions=call.versions.tolist(),
@@ -142,6 +142,9 @@ def _as_rollout(info: ExecutionInfo, calls: list[CallRecord]) -> Rollout:
             stop_after=call.finish if call.finish in ("stop", "length") else None,
             cached=call.cached_tokens,
             session=call.session,
+            continues=call.prefix_len,
+            started_at=call.started_at,
+            ended_at=call.ended_at,
             place=f"call {call.index}",
         )
         for call in calls
@@ -155,4 +158,5 @@ def _as_rollout(info: ExecutionInfo, calls: list[CallRecord]) -> Rollout:
         status=info.status,
         score=None if info.score is None else info.score.value,
         metadata=dict(info.metadata),
+        purpose=info.purpose,
     )

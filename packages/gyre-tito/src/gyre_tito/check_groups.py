@@ -16,14 +16,13 @@ def check_groups(rollouts: Sequence[Rollout]) -> Iterator[Finding]:
         yield from _ending(rollout)
     yield from _rows(rollouts)
     groups: dict[tuple[int | None, str], list[Rollout]] = defaultdict(list)
-    ungrouped = 0
-    for rollout in rollouts:
-        if rollout.group in (None, ""):
-            ungrouped += 1
-        else:
+    trained = [rollout for rollout in rollouts if rollout.purpose != "eval"]  # a held-out task needs no baseline
+    for rollout in trained:
+        if rollout.group not in (None, ""):
             groups[rollout.step, str(rollout.group)].append(rollout)
-    if ungrouped and len(rollouts) > 1:
-        yield Finding("group-missing", rollouts[0].execution, f"{ungrouped} of {len(rollouts)} rollouts have no group")
+    ungrouped = sum(rollout.group in (None, "") for rollout in trained)
+    if ungrouped and len(trained) > 1:
+        yield Finding("group-missing", trained[0].execution, f"{ungrouped} of {len(trained)} rollouts have no group")
     yield from _sizes(groups)
     for (_, name), members in groups.items():
         yield from _members(name, members)
@@ -33,7 +32,7 @@ def _ending(rollout: Rollout) -> Iterator[Finding]:
     def found(code: str, message: str) -> Finding:
         return Finding(code, rollout.execution, message, rollout.place)
 
-    if rollout.in_progress or rollout.status is Status.OPEN:
+    if _running(rollout):
         yield found("unfinished", "no final status")
     if rollout.status is Status.FAILED and rollout.score is not None:
         yield found("failed-with-score", f"status failed, score {rollout.score:g}")
@@ -49,6 +48,10 @@ def _ending(rollout: Rollout) -> Iterator[Finding]:
         yield found("cut-in-baseline", f"status {rollout.status}, no token trains, score {rollout.score:g} is kept")
 
 
+def _running(rollout: Rollout) -> bool:
+    return rollout.in_progress or rollout.status is Status.OPEN
+
+
 def _rows(rollouts: Sequence[Rollout]) -> Iterator[Finding]:
     rows: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
@@ -61,7 +64,10 @@ def _rows(rollouts: Sequence[Rollout]) -> Iterator[Finding]:
 
 
 def _sizes(groups: dict[tuple[int | None, str], list[Rollout]]) -> Iterator[Finding]:
-    sizes = [len({one.execution for one in members}) for members in groups.values()]
+    """Sizes of groups that have ended. What the infrastructure failed is in no baseline and does not count."""
+    ended = [members for members in groups.values() if not any(_running(one) for one in members)]
+    sizes = [len({one.execution for one in members if one.status is not Status.FAILED}) for members in ended]
+    sizes = [size for size in sizes if size]
     if not sizes:
         return
     first = next(iter(groups.values()))[0]

@@ -60,11 +60,15 @@ KINDS: dict[str, Kind] = {
     "logprob-padding": Kind("error", "5.2", "runs of exactly 0.0 logprobs: padding, or context counted as sampled"),
     "version-missing": Kind("warning", "5.2", "sampled tokens without a policy version; staleness cannot be bounded"),
     "version-mixed": Kind(
-        "warning", "5.2", "one rollout spans several policy versions; fine if intended, counted and corrected for"
+        "warning",
+        "5.2",
+        "one rollout spans several policy versions; fine if every token says which and it is corrected for",
     ),
     "version-decreases": Kind("error", "5.2", "the policy version goes down along a path; an engine kept old weights"),
     "cache-across-versions": Kind(
-        "warning", "5.6", "prompt tokens came from a cache although the policy had changed since they were computed"
+        "warning",
+        "5.6",
+        "the prefix cache was not emptied when the weights changed; keys and values of an old policy were used",
     ),
     "finish-mismatch": Kind("warning", "5.6", "the finish reason and the last sampled token contradict each other"),
     # executions and groups
@@ -82,7 +86,9 @@ KINDS: dict[str, Kind] = {
         "error", "6", "every group has one member: groups are keyed by the attempt, nothing is centred"
     ),
     "group-mixed": Kind("error", "6", "one group holds different tasks; its baseline compares what cannot be compared"),
-    "group-uneven": Kind("warning", "6", "groups have different sizes; check that reductions are per group"),
+    "group-uneven": Kind(
+        "warning", "6", "groups of one step and purpose have different sizes; check that reductions are per group"
+    ),
     "rows-count-twice": Kind(
         "error", "6", "one execution has several rows with a reward each; it counts several times in the baseline"
     ),
@@ -100,7 +106,8 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One broken law at one place. `tokens`: ids around the place, where that helps."""
+    """One broken law at one place. `tokens`: ids around the place, where that helps. `level`: how bad this one is,
+    where it is less or more than its kind."""
 
     code: str
     execution: str
@@ -109,18 +116,19 @@ class Finding:
     call: int | None = None
     token: int | None = None
     tokens: tuple[int, ...] = ()
+    level: Severity | None = None
 
     @property
     def severity(self) -> Severity:
         """How bad it is."""
-        return KINDS[self.code].severity
+        return self.level or KINDS[self.code].severity
 
     def as_json(self) -> dict[str, Any]:
         """For `--json`."""
         kind = KINDS[self.code]
         return {
             "code": self.code,
-            "severity": kind.severity,
+            "severity": self.severity,
             "law": kind.law,
             "execution": self.execution,
             "place": self.place,

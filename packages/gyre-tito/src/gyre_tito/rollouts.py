@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gyre_tito.records import Status
+import numpy as np
+from numpy.typing import NDArray
+
+from gyre_tito.records import Purpose, Status
+
+Ids = Sequence[int] | NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,10 +24,12 @@ class Turn:
 
     `trains` says which sampled tokens carry loss, `prompt_trains` the same for prompt tokens; None: not said.
     `stop_after`: the engine's reason, if known. `cached`: prompt tokens taken from a cache. `session` names the
-    conversation, `parent` the turn that this one continues, where that is known. `place`: where in the file.
+    conversation, `parent` the turn that this one continues, where that is known. `continues` None: `prompt` is the
+    whole prompt; a number: the prompt is that many tokens of `parent`'s prompt and sampled tokens, then `prompt`.
+    `started_at` and `ended_at`: seconds since the epoch, if known. `place`: where in the file.
     """
 
-    prompt: Sequence[int]
+    prompt: Ids
     sampled: Sequence[int]
     logprobs: Sequence[float] | None = None
     versions: Sequence[int] | None = None
@@ -32,6 +39,9 @@ class Turn:
     cached: int | None = None
     session: str = "main"
     parent: int | None = None
+    continues: int | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
     place: str = ""
 
 
@@ -55,6 +65,7 @@ class Rollout:
     version_span: tuple[int, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
     in_progress: bool = False
+    purpose: Purpose = "train"
 
 
 def packed_turns(
