@@ -4,28 +4,36 @@
 
 40 branches, the longest path 70 % of the tokens; every other token below the first is sampled. A toy Qwen3 (one
 layer, one head of 16) runs through ``accumulate(method="dfs")`` in a process of its own: ``peak_gb`` is the whole
-process's high-water mark. The gradient is checked against the oracle twice. At full size on chunks: some branches end
-in token ids that occur nowhere else, so the gradient of those ids' embeddings comes from that branch's own loss
-alone, and the oracle (plain causal attention, autograd, one path) gives the same rows: ``max_rel_grad_err_chunks``.
-And as a whole, on the same tree scaled down: ``max_rel_grad_err_scaled``. ``gpu_gb_8b_*`` estimate an 8B model by the
-same plan.
+process's high-water mark. Every branch ends in token ids that occur nowhere else, so the gradient of those ids'
+embeddings comes from that branch's own loss alone, and a chunk of an oracle gives the same rows. The gradient is
+checked three times:
+
+- ``max_rel_grad_err_paths``, full size: some whole paths through the model's own causal attention and autograd;
+- ``max_rel_grad_err_ends``, full size, every branch, the one of 70 % too: its last tokens by plain softmax attention
+  over all of its path (in a model of one layer no other row matters to them);
+- ``max_rel_grad_err_scaled``: the whole gradient, two layers, on the same tree scaled down.
+
+``gpu_gb_8b_*`` estimate an 8B model by the same plan. Progress goes to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import gyre_loss as gl
 import numpy as np
 import torch
 from gyre_loss.compute import Options
+from gyre_loss.hf import HFTreeModel
 from gyre_loss.layout import Layout, paths
 from gyre_loss.memory import ModelShape, dfs_memory
 from gyre_loss.surrogates import Reinforce
 from loss_support import in_child, peak_bytes, report
-from torch import nn
+from torch import Tensor, nn
 
 BRANCHES = 40
 COMMON = 64
@@ -100,14 +108,54 @@ def build_model(layers: int) -> nn.Module:
     return model
 
 
-def by_oracle(model: nn.Module, batch: gl.TreeBatch, leaf: int) -> torch.Tensor:
-    """Embedding gradient [MARKED, h] of a leaf's own ids, from its path alone."""
-    path = paths(batch)[leaf]
+class Watched(HFTreeModel):
+    """The same model, saying on stderr how far it is."""
+
+    def __init__(self, model: nn.Module, total: int) -> None:
+        super().__init__(model)
+        self._total, self._done, self._next = total, 0, 0.0
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, attention: Any, experts: Tensor | None = None) -> Tensor:
+        if torch.is_grad_enabled():
+            self._done += token_ids.shape[0]
+        if time.perf_counter() > self._next:
+            self._next = time.perf_counter() + 30
+            print(
+                f"{time.process_time():.0f} CPU s: {self._done} of {self._total} tokens differentiated, at position "
+                f"{int(positions[0])}, peak {peak_bytes() / 1e9:.2f} GB",
+                file=sys.stderr,
+                flush=True,
+            )
+        return super().hidden(token_ids, positions, attention, experts)
+
+
+@dataclass(frozen=True, slots=True)
+class LastRows:
+    """Plain softmax attention of the last ``count`` tokens over all; the others' output is zero."""
+
+    count: int
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        first = query.shape[1] - self.count
+        scores = query[:, first:] @ key.transpose(-1, -2) * scale
+        row = torch.arange(first, query.shape[1])[:, None]
+        scores = scores.masked_fill(torch.arange(key.shape[1])[None] > row, -torch.inf)
+        out = torch.softmax(scores, -1) @ value
+        return torch.cat([torch.zeros_like(query[:, :first]), out], 1)
+
+
+def by_oracle(model: nn.Module, batch: gl.TreeBatch, path: np.ndarray, ends_only: bool) -> Tensor:
+    """Embedding gradient [MARKED, h] of the ids that end a path, from that path alone."""
     ids = torch.from_numpy(batch.token_ids[path].astype(np.int64))
     size = path.shape[0]
     trained = np.flatnonzero(np.isin(path[size - MARKED :], batch.entry_token)) + size - MARKED
     model.zero_grad(set_to_none=True)
-    hidden = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+    if ends_only:
+        hidden = HFTreeModel(model).hidden(ids, torch.arange(size), LastRows(MARKED + 1))
+    else:
+        hidden = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
     at = torch.from_numpy(trained)
     log_p = torch.log_softmax(model.lm_head(hidden[at - 1]), -1)
     (-log_p.gather(1, ids[at][:, None])).sum().backward()
@@ -115,20 +163,29 @@ def by_oracle(model: nn.Module, batch: gl.TreeBatch, leaf: int) -> torch.Tensor:
 
 
 def full(tokens: int, chunk: int, layers: int, threads: int, leaves: int) -> dict[str, Any]:
-    """Time and peak memory at full size, and the error of some leaves' embedding gradients."""
+    """Time and peak memory at full size, and the error of the branches' embedding gradients."""
     torch.set_num_threads(threads)
     batch, model = tree(tokens), build_model(layers)
     options = Options(chunk_tokens=chunk, entropy=False)
-    started = time.perf_counter()
-    result = gl.accumulate(model, batch, OBJECTIVE, method="dfs", options=options)
-    seconds, peak = time.perf_counter() - started, peak_bytes()
+    started, began = time.perf_counter(), time.process_time()
+    result = gl.accumulate(Watched(model, tokens), batch, OBJECTIVE, method="dfs", options=options)
+    seconds, cpu, peak = time.perf_counter() - started, time.process_time() - began, peak_bytes()
+    print(f"done in {cpu:.0f} CPU s, peak {peak / 1e9:.2f} GB; checking", file=sys.stderr, flush=True)
     grad = model.model.embed_tokens.weight.grad.clone()
-    errors = []
-    for leaf in range(leaves):
-        want = by_oracle(model, batch, leaf)
+    errors: dict[bool, list[float]] = {False: [], True: []}
+    for leaf, path in enumerate(paths(batch)):
         got = grad[COMMON + leaf * MARKED : COMMON + (leaf + 1) * MARKED]
-        errors.append(float((got - want).norm() / want.norm()))
-    return {"seconds": seconds, "peak_gb": peak / 1e9, "error": max(errors), "loss": float(result.loss)}
+        for ends_only in [False] * (leaf < leaves) + [True] * (layers == 1):
+            want = by_oracle(model, batch, path, ends_only)
+            errors[ends_only].append(float((got - want).norm() / want.norm()))
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "peak_gb": peak / 1e9,
+        "paths": max(errors[False]),
+        "ends": max(errors[True], default=None),
+        "loss": float(result.loss),
+    }
 
 
 def scaled(tokens: int, layers: int) -> float:
@@ -149,7 +206,9 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--leaves", type=int, default=3, help="leaves checked at full size, nearest the root first")
+    parser.add_argument(
+        "--leaves", type=int, default=3, help="whole paths checked, those that end nearest the root first"
+    )
     options = parser.parse_args()
     place = Layout.of(tree(options.tokens))
     got = in_child(lambda: full(options.tokens, options.chunk, options.layers, options.threads, options.leaves))
@@ -165,9 +224,11 @@ def main() -> None:
             "layers": options.layers,
             "peak_gb": got["peak_gb"],
             "seconds": got["seconds"],
-            "tokens_per_second": options.tokens / got["seconds"],
+            "cpu_seconds": got["cpu_seconds"],
+            "tokens_per_cpu_second": options.tokens / got["cpu_seconds"],
             "loss": got["loss"],
-            "max_rel_grad_err_chunks": got["error"],
+            "max_rel_grad_err_paths": got["paths"],
+            "max_rel_grad_err_ends": got["ends"],
             "max_rel_grad_err_scaled": scaled(4000, 2),
             **estimates,
         },
