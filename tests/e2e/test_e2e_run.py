@@ -62,6 +62,15 @@ def test_the_summary_says_what_the_log_says(finished: FinishedRun) -> None:
     assert not probe.of(ev.Notice)
 
 
+def test_trainer_and_engine_were_compared_before_the_first_step(finished: FinishedRun) -> None:
+    (compared,) = finished.probe.of(ev.Compared)
+    assert compared.step == 0
+    assert compared.tokens > 100
+    assert 0 < compared.mean <= compared.largest < 1e-3
+    kinds = [event.kind for event in finished.probe.seen]
+    assert kinds.index("compared") < kinds.index("step_applied")
+
+
 def test_every_micro_batch_counts_once(finished: FinishedRun) -> None:
     check_counted_once(finished.probe.seen, steps=2)
 

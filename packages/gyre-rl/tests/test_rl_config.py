@@ -126,6 +126,14 @@ def test_a_plugin_whose_modules_are_missing_is_a_problem(plugins):
     assert "no_such_module_here" in problem
 
 
+def test_the_trainer_must_take_the_temperature_that_was_sampled_at():
+    installed = PluginManager.installed()
+    text = 'name = "small"\nmodel.path = "m"\ntasks = "files"\nrollout.temperature = 0.7\n'
+    loads(text + "[trainer]\ntemperature = 0.7\n", "/", installed)
+    (problem,) = problems_of(text, installed)
+    assert "trainer.temperature: got 1.0, expected 0.7" in problem
+
+
 def test_options_for_a_plugin_without_options_are_problems(plugins):
     (problem,) = problems_of(SMALL + "[trainer]\nlr = 1e-3\n", plugins)
     assert problem == "text:6: trainer.lr: unknown key; the trainer 'local' takes no options"

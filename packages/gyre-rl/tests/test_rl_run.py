@@ -16,6 +16,7 @@ from gyre_rl.run.bus import EventBus
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.run.feed import Feed
 from gyre_rl.run.metrics import summarise
+from gyre_rl.run.parity import Parity, measure, require
 from gyre_rl.run.resume import read_past
 from gyre_rl.run.rollout import seed_of
 from gyre_rl.run.stream import TaskStream, group_index, group_name
@@ -223,3 +224,21 @@ def test_a_broken_sink_is_dropped_and_the_others_go_on(tmp_path):
     bus.close()
     assert seen == ["notice", "notice"]
     assert [e.data["text"] for e in ev.read_log(tmp_path / "events.jsonl")] == ["one", "two"]
+
+
+def test_parity_is_the_same_however_the_step_was_split():
+    whole = {"gap_abs": 0.6, "gap_abs:count": 3.0, "gap_abs:max": 0.4}
+    parts = [
+        {"gap_abs": 0.2, "gap_abs:count": 2.0, "gap_abs:max": 0.15},
+        {"gap_abs": 0.4, "gap_abs:count": 1.0, "gap_abs:max": 0.4},
+    ]
+    for found in (measure([whole]), measure(parts)):
+        assert found == Parity(pytest.approx(0.2), 0.4, 3)
+    assert measure([{"loss": 1.0}]) is None, "a trainer that does not report the gap cannot be compared"
+
+
+@pytest.mark.parametrize("mean", [0.11, math.inf, math.nan])
+def test_a_trainer_that_is_another_model_stops_the_run(mean):
+    require(Parity(0.1, 3.0, 10), 0.1)
+    with pytest.raises(InfrastructureError, match=r"max_logprob_gap.*rope"):
+        require(Parity(mean, 3.0, 10), 0.1)

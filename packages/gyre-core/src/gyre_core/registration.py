@@ -64,6 +64,8 @@ class ComponentContext:
     seed: int = 0
     device: str = "cpu"
     threads: int = 1
+    accelerators: int = 0
+    """Accelerators that are this cell's own (the process sees no others); 0 on CPU."""
     base_dir: str = "."
     """Folder of the run's configuration file: relative paths in options mean this folder."""
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -69,6 +69,7 @@ class CellHost:
         self._kv: MigrationServer | None = None
         self._load_task: asyncio.Task[None] | None = None
         self._link: Link | None = None
+        self._calls: dict[str, str] = {}
         self._leases = LeaseWorker(trainer, spec.cell)
         endpoints = [
             Endpoint("/drain", Drain, self.drain),
@@ -200,11 +201,21 @@ class CellHost:
         authorised(request, self.spec.token)
         if self.role is not Role.ROLLOUT or self._draining:
             return web.Response(status=409, text="this cell takes no calls now")
-        return await answer_call(request, self.engine, unpack(await request.read(), CallBody))
+        call = unpack(await request.read(), CallBody)
+        self._calls[call.request_id] = call.session
+        try:
+            return await answer_call(request, self.engine, call)
+        finally:
+            self._calls.pop(call.request_id, None)
 
     async def leave(self, message: LeaveSession) -> Empty:
         """End the session's running calls; their tokens so far are with the caller."""
-        if self.role is Role.ROLLOUT:
+        if self.role is not Role.ROLLOUT:
+            return Empty()
+        if EngineCapability.KV_MOVE not in self.engine.capabilities:
+            running = [call for call, session in self._calls.items() if session == message.session]
+            await asyncio.gather(*(self.engine.abort(call) for call in running))
+        else:
             pinned = await self.engine.kv_freeze(message.session)
             if pinned is not None:
                 await self.engine.kv_release(message.session, pinned.generation, forget=True)
@@ -277,6 +288,7 @@ async def make(spec: ChildSpec) -> CellHost:
         seed=body.seed,
         device=body.device,
         threads=body.threads,
+        accelerators=body.accelerators,
         base_dir=body.base_dir,
     )
     engine = plugins.create(Kind.ENGINE, body.engine, body.engine_options, context)

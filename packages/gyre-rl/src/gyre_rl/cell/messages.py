@@ -29,6 +29,7 @@ class CellBody:
     seed: int = 0
     device: str = "cpu"
     threads: int = 1
+    accelerators: int = 0
     base_dir: str = "."
     load_every_s: float = 0.25
     """How often a rollout cell reports its load."""

@@ -42,6 +42,13 @@ def _rollout(config: RunConfig) -> Iterator[Problem]:
             f"got {rollout.max_in_flight}, expected at least the {rollout.group_size} executions of one group, "
             "which start together",
         )
+    trained_at = getattr(config.trainer.options, "temperature", None)
+    if trained_at is not None and trained_at != rollout.temperature:
+        yield Problem(
+            "trainer.temperature",
+            f"got {trained_at}, expected {rollout.temperature} as in rollout.temperature: the loss must take the "
+            "log-probabilities that the tokens were drawn with",
+        )
     if config.eval.split == rollout.split:
         yield Problem("eval.split", f"got {rollout.split!r}, the split that is trained on; expected another one")
 

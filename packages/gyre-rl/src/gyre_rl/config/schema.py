@@ -61,6 +61,9 @@ class CellsConfig:
     """Accelerators that one cell owns; 0 on CPU."""
     start_s: Seconds = 120.0
     """Seconds that a cell may take from its start until it is ready."""
+    switch_s: Seconds = 120.0
+    """Seconds that a change of role, or loading new weights, may take before it counts as failed. A cell that begins as
+    TRAIN starts its engine at its first change."""
     restarts: Count = 2
     """How often one lost cell is started again, as a new incarnation, before the run goes on without it."""
 
@@ -103,6 +106,9 @@ class LossConfig:
     invent no direction; "off" switches the gate off."""
     single: Literal["zero", "raw"] = "zero"
     """Advantage of a group of one: none, or its raw score."""
+    max_logprob_gap: Annotated[float, Meta(gt=0)] = 0.1
+    """Mean difference, in nats, between the trainer's and the engine's log-probabilities of the first step's tokens
+    beyond which the run stops before it steps; 0.01 to 0.05 is usual when one of them computes in bfloat16."""
     micro_batch_tokens: Positive = 4096
     """Tree tokens of one micro-batch; a tree that is longer makes one of its own."""
 

@@ -37,7 +37,6 @@ from gyre_rl.procs.fleet import Child, Fleet
 from gyre_rl.procs.wire import Empty
 
 T = TypeVar("T")
-SWITCH_S = 120.0
 APPLY_S = 600.0
 HOST = "gyre_rl.cell.host:make"
 
@@ -86,6 +85,7 @@ class Cells:
             seed=config.seed,
             device=config.cells.device,
             threads=config.cells.threads,
+            accelerators=config.cells.accelerators,
             base_dir=config.base_dir,
         )
         threads = str(config.cells.threads)
@@ -125,12 +125,14 @@ class Cells:
 
     async def switch(self, cell: CellId, role: Role, version: int) -> float:
         """Change the role, with the weights of `version`."""
-        took: Took = await self._ask(cell, "/switch", SwitchTo(role, self.sources[version]), Took, SWITCH_S)
+        took: Took = await self._ask(
+            cell, "/switch", SwitchTo(role, self.sources[version]), Took, self.config.cells.switch_s
+        )
         return took.seconds
 
     async def sync(self, cell: CellId, version: int) -> float:
         """Load `version` on a rollout cell."""
-        took: Took = await self._ask(cell, "/sync", Sync(self.sources[version]), Took, SWITCH_S)
+        took: Took = await self._ask(cell, "/sync", Sync(self.sources[version]), Took, self.config.cells.switch_s)
         return took.seconds
 
     async def move(self, session: str, src: CellId, dst: CellId, *, carry_kv: bool) -> MoveReport:

@@ -42,7 +42,7 @@ from gyre_rl.procs.wire import Empty, Peer, unpack
 from gyre_rl.proxy.backend import CallOver, Route, RouteAsk
 from gyre_rl.proxy.host import ProxyBody, ProxyReady
 from gyre_rl.run.bus import EventBus
-from gyre_rl.run.cells import SWITCH_S, Cells, plain
+from gyre_rl.run.cells import Cells, plain
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.run.driver import RunDriver
 from gyre_rl.run.rollout import Rollout
@@ -371,7 +371,7 @@ async def assembled(
             scheduler,
             parts.driver,
             scheduler_log(config, scheduler, directory),
-            timeouts=Timeouts(switch_s=SWITCH_S),
+            timeouts=Timeouts(switch_s=config.cells.switch_s),
             on_commands=parts.watch,
         )
         parts.runner.start()

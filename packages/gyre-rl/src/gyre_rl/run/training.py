@@ -28,8 +28,9 @@ from gyre_rl.run.bus import EventBus
 from gyre_rl.run.cells import Cells
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.run.metrics import summarise
+from gyre_rl.run.parity import measure, require
 from gyre_rl.run.rollout import Finished, Rollout
-from gyre_rl.views.events import Checkpointed, Contributed, GroupReady, Leased, LeaseReturned, StepApplied
+from gyre_rl.views.events import Checkpointed, Compared, Contributed, GroupReady, Leased, LeaseReturned, StepApplied
 
 Post = Callable[[sched.Event], None]
 
@@ -66,6 +67,7 @@ class Training:
     _steps: dict[int, OpenStep] = field(default_factory=lambda: defaultdict(OpenStep))
     _leases: dict[int, tuple[CellId, int, tuple[str, ...]]] = field(default_factory=dict)
     _sealed_steps: set[int] = field(default_factory=set)
+    _compared: bool = False
     _seen_training: set[tuple[CellId, int]] = field(default_factory=set)
     _step_began: float = field(default_factory=time.monotonic)
     on_applied: Callable[[tuple[str, ...]], None] = lambda groups: None
@@ -187,6 +189,7 @@ class Training:
         opened = self._steps.pop(step)
         save = (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.steps
         checkpoint = str(self.directory.checkpoint(step + 1)) if save else None
+        self._compare(step, opened)
         divisor = opened.divisor if opened.divisor > 0 else 1.0
         applied = await self.cells.apply(ApplyStep(step, divisor, str(self.directory.weights), checkpoint))
         self.applied = step + 1
@@ -200,6 +203,17 @@ class Training:
         self._forget(step)
         self.on_applied(groups)
         return applied
+
+    def _compare(self, step: int, opened: OpenStep) -> None:
+        """Stop a run whose trainer and engine are not the same model; only tokens of the present version can tell."""
+        if self._compared or max(opened.staleness, default=0) > 0:
+            return
+        parity = measure(contribution.stats.metrics for _, contribution in opened.contributions)
+        if parity is None:
+            return
+        self._compared = True
+        self.bus.emit(Compared(step, parity.mean, parity.largest, parity.tokens))
+        require(parity, self.config.loss.max_logprob_gap)
 
     def _forget(self, step: int) -> None:
         """What only the step needed: its gradients at rest."""

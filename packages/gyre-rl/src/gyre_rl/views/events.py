@@ -180,6 +180,17 @@ class StepApplied(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Compared(Event):
+    """Trainer and engine were compared on the first step's tokens: |difference of log-probabilities| in nats."""
+
+    kind: ClassVar[str] = "compared"
+    step: int
+    mean: float
+    largest: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutionStarted(Event):
     """An attempt at a task began."""
 
@@ -382,6 +393,7 @@ KINDS: Mapping[str, type[Event]] = MappingProxyType(
             Evaluated,
             LoadSampled,
             Checkpointed,
+            Compared,
             Notice,
         )
     }

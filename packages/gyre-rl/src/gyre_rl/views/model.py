@@ -104,6 +104,7 @@ class RunState:
     last_step: ev.StepApplied | None = None
     scores: tuple[float, ...] = ()
     """Mean scores of the last steps."""
+    compared: ev.Compared | None = None
     first_eval: ev.Evaluated | None = None
     last_eval: ev.Evaluated | None = None
     running: Mapping[str, int] = field(default_factory=dict)
@@ -320,6 +321,10 @@ def _evaluated(state: RunState, event: ev.Evaluated, time: float) -> RunState:
     return replace(state, first_eval=state.first_eval or event, last_eval=event)
 
 
+def _compared(state: RunState, event: ev.Compared, time: float) -> RunState:
+    return replace(state, compared=event)
+
+
 def _sampled(state: RunState, event: ev.LoadSampled, time: float) -> RunState:
     return replace(state, samples=(*state.samples, Stamped(time, event))[-RATE_SAMPLES:])
 
@@ -345,6 +350,7 @@ _HANDLERS: Mapping[type[Any], Callable[[RunState, Any, float], RunState]] = {
     ev.LeaseReturned: _lease_returned,
     ev.WeightsSynced: _weights_synced,
     ev.Evaluated: _evaluated,
+    ev.Compared: _compared,
     ev.LoadSampled: _sampled,
     ev.Notice: _notice,
 }

@@ -30,6 +30,11 @@ def _text(event: ev.Event | None, state: RunState) -> str | None:
             return f"eval {event.split} at step {event.step}: score {event.score:.3f} over {event.tasks} tasks"
         case ev.StepApplied():
             return _step(event, state)
+        case ev.Compared():
+            return (
+                f"trainer and engine agree to {event.mean:.2g} nats on average, {event.largest:.2g} at most, over "
+                f"{words.count(event.tokens)} tokens"
+            )
         case ev.Switched():
             return (
                 f"{event.cell} to {event.role} "

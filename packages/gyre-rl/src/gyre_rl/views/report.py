@@ -84,6 +84,8 @@ def _head(line: Timeline, name: str) -> str:
         facts += [f"{run.tasks_per_step} tasks x {run.group_size} executions a step" if run.tasks_per_step else ""]
     if lives:
         facts.append(datetime.fromtimestamp(line.start, UTC).strftime("%Y-%m-%d %H:%M UTC"))
+    if (compared := line.final.compared) is not None:
+        facts.append(f"trainer and engine agree to {compared.mean:.1g} nats")
     if len(lives) > 1:
         facts.append("resumed once" if len(lives) == 2 else f"resumed {len(lives) - 1} times")
     reason = line.final.ended.reason if line.final.ended and line.final.ended.reason else ""
