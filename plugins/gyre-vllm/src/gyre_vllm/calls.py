@@ -1,0 +1,172 @@
+"""A running call: what was asked, what has come, and how it may be cut.
+
+Invariant: `sampled` holds every token handed to the caller once and in order, across the answers ("segments") that
+a call may need when weights change under it. A cut ends a segment; whether the call ends with it is the cut's meaning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from enum import Enum
+from typing import Any
+
+import aiohttp
+from gyre_core import Array, FinishReason, GenerateChunk, GenerateRequest, InfrastructureError
+
+from gyre_vllm.client import ServerClient
+from gyre_vllm.labels import VersionLabels
+from gyre_vllm.wire import EventSplitter, Piece, Span, read_piece, request_body
+
+
+class Cut(Enum):
+    """Why a segment was ended from here."""
+
+    NONE = 0
+    RESTART = 1
+    """Goes on in another segment, from the tokens it has."""
+    ABORT = 2
+    """The call is over."""
+
+
+class RunningCall:
+    """One call on its way. `limit`: tokens it may sample at most."""
+
+    def __init__(self, request: GenerateRequest, prompt: list[int], limit: int) -> None:
+        self.request, self.prompt, self.limit = request, prompt, limit
+        self.doing = f"call {request.request_id!r} of session {request.session!r}"
+        self.sampled: list[int] = []
+        self.labels = VersionLabels()
+        self.server_id = ""
+        self.first = 0
+        """Index of the present segment's first token."""
+        self.cut = Cut.NONE
+        self.at_rest = asyncio.Event()
+        """No segment of it runs on the server."""
+        self.at_rest.set()
+        self.stirred = asyncio.Event()
+        """Something happened that a call waiting at the gate must see."""
+        self.answer: aiohttp.ClientResponse | None = None
+        self.transfer: dict[str, Any] | None = None
+        self.cached: int | None = None
+        self.computed = 0
+        self.over = False
+
+    def drop(self) -> None:
+        """Close the present answer; its reader ends."""
+        if self.answer is not None:
+            self.answer.close()
+
+    def abort(self) -> None:
+        """Mark it as over from outside."""
+        self.cut = Cut.ABORT
+        self.stirred.set()
+
+
+class Segment:
+    """One answer of the server, read to its end."""
+
+    def __init__(self, call: RunningCall, vocab: int) -> None:
+        self._call, self._vocab = call, vocab
+        self._splitter = EventSplitter()
+        self._held: tuple[list[int], list[float]] = ([], [])
+        self._hold = call.request.routed_experts
+        self.finish: FinishReason | None = None
+        self.spans: tuple[Span, ...] = ()
+        self.experts: Array | None = None
+        self.done = False
+
+    def take(self, data: bytes) -> GenerateChunk | None:
+        """The chunk to hand out for these bytes, if any. The last tokens are held for `last`."""
+        ids, logprobs = self._held if self._hold else ([], [])
+        for event in self._splitter.feed(data):
+            piece = read_piece(event, self._vocab, self._call.doing)
+            ids.extend(piece.token_ids)
+            logprobs.extend(piece.logprobs)
+            self._note(piece)
+        if self._hold or self.finish is not None:
+            if not self._hold:
+                self._held[0].extend(ids)
+                self._held[1].extend(logprobs)
+            return None
+        return self._chunk(ids, logprobs) if ids else None
+
+    def last(self) -> GenerateChunk:
+        """What was held back; may be empty."""
+        chunk = self._chunk(*self._held)
+        self._held = ([], [])
+        return chunk
+
+    def _note(self, piece: Piece) -> None:
+        call = self._call
+        self.finish = piece.finish or self.finish
+        self.spans = piece.spans or self.spans
+        self.experts = piece.experts if piece.experts is not None else self.experts
+        self.done = self.done or piece.done
+        if piece.prompt_tokens is not None and self.finish is not None:
+            found = piece.cached or 0
+            call.cached = found if call.cached is None else call.cached
+            call.computed += piece.prompt_tokens - found
+
+    def _chunk(self, ids: list[int], logprobs: list[float]) -> GenerateChunk:
+        start = len(self._call.sampled)
+        self._call.sampled.extend(ids)
+        return GenerateChunk(tuple(ids), tuple(logprobs), self._call.labels.of(start, len(ids)))
+
+
+async def run_segment(
+    call: RunningCall,
+    client: ServerClient,
+    model: str,
+    vocab: int,
+    salt: str,
+    every: int,
+    progress: Callable[[], None],
+) -> AsyncIterator[GenerateChunk]:
+    """Send what is left of the call and hand out its tokens. The last chunk has `finish` unless the call must go on in
+    another segment. Raises InfrastructureError when the answer breaks off and nobody cut it."""
+    segment = Segment(call, vocab)
+    body = request_body(
+        model, [*call.prompt, *call.sampled], call.request.sampling, call.limit - len(call.sampled), salt,
+        every=every, transfer=call.transfer,
+    )  # fmt: skip
+    try:
+        async with client.stream(body, call.server_id, call.doing) as answer:
+            call.answer = answer
+            async for data in answer.content.iter_any():
+                progress()
+                chunk = segment.take(data)
+                if chunk is not None:
+                    yield chunk
+                if segment.done:
+                    break
+    except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+        if call.cut is Cut.NONE:
+            raise InfrastructureError(
+                call.doing, got=f"{type(error).__name__}: {error}", expected="an answer to its end"
+            ) from error
+    finally:
+        call.answer = None
+    yield _end(call, segment)
+
+
+def _end(call: RunningCall, segment: Segment) -> GenerateChunk:
+    """The segment's last chunk."""
+    if not segment.done and call.cut is Cut.NONE:
+        raise InfrastructureError(
+            call.doing, got=f"an answer that broke off after {len(call.sampled)} tokens", expected="its end"
+        )
+    last = segment.last()
+    finish = segment.finish if segment.done else None
+    call.labels.check(segment.spans, call.first, len(call.sampled) - call.first, call.doing)
+    if finish is FinishReason.STOP and call.sampled[-1:] != [
+        token for token in call.sampled[-1:] if token in call.request.sampling.stop_token_ids
+    ]:
+        raise InfrastructureError(
+            call.doing, got=f"a stop after token {call.sampled[-1:]}", expected="a stop token as the last token"
+        )
+    if call.cut is Cut.ABORT and finish is None:
+        finish = FinishReason.ABORT
+    if call.cut is Cut.RESTART and finish in (None, FinishReason.ABORT):
+        return last
+    return GenerateChunk(last.token_ids, last.logprobs, last.versions, finish, call.cached or 0, segment.experts)

@@ -1,0 +1,349 @@
+"""The engine's changes: start, weights, pause, sleep, end; one at a time.
+
+How weights change under running calls (`update`): close the gate, pause the server, ask every worker how many tokens
+each call has sampled, load, enter the border into the labels, begin a new salt, resume. A call that has sampled nothing
+yet, or whose count nobody knows, ends at the server and starts again under the new weights and salt, unseen by its
+caller. Invariants: no token is labelled from the time it arrived; between pause and resume no call enters; a failed
+load either leaves the old weights or ends the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from gyre_core import CapabilityError, ComponentContext, InfrastructureError, PauseMode, WeightSource
+
+from gyre_vllm.calls import Cut, RunningCall
+from gyre_vllm.folders import ModelFolder, read_folder, require_same
+from gyre_vllm.options import VLLMOptions
+from gyre_vllm.server import Server, launch
+from gyre_vllm.state import EngineState, Phase
+from gyre_vllm.wire import ID_PREFIX
+
+log = logging.getLogger("gyre.vllm")
+_WATCH_S = 0.5
+_SETTLE_S = 5.0
+
+
+class Changes:
+    """Owns the server and its life. `timings`: seconds of the last start, update_weights, sleep and wake."""
+
+    def __init__(self, options: VLLMOptions, context: ComponentContext, state: EngineState) -> None:
+        self._options, self._context, self._state = options, context, state
+        self.timings: dict[str, float] = {}
+        self._lock = asyncio.Lock()
+        self._folder: ModelFolder | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._lives = 0
+
+    @asynccontextmanager
+    async def _timed(self, what: str) -> AsyncIterator[None]:
+        async with self._lock:
+            began = time.perf_counter()
+            yield
+            self.timings[what] = time.perf_counter() - began
+
+    def sleep_way(self) -> str | None:
+        """How this engine sleeps: "memory", "restart", or None when it cannot."""
+        server, wish = self._state.server, self._options.sleep
+        if wish in ("auto", "memory") and (server is None or server.facts.sleeps):
+            return "memory"
+        return None if wish == "memory" or self._options.url else "restart"
+
+    # -- start and end -----------------------------------------------------------------------------------------------
+
+    async def start(self, source: WeightSource) -> None:
+        """See `VLLMEngine.start`."""
+        async with self._timed("start"):
+            if self._state.phase is not Phase.NEW:
+                raise InfrastructureError("starting vLLM", got="a second start", expected="one")
+            self._folder = await self._read(source)
+            await self._up(source, load=bool(self._options.url))
+
+    async def _up(self, source: WeightSource, *, load: bool) -> None:
+        """Bring up a server with these weights and take calls."""
+        state = self._state
+        server = await launch(self._options, self._context, source.location, self._lives)
+        self._lives += 1
+        try:
+            assert self._folder is not None
+            _require_vocabulary(server, self._folder, source)
+            if load:
+                await server.client.pause("abort")
+                await self._load(server, source)
+                await server.client.forget_prefixes()
+            await server.client.set_version(source.version)
+            if load:
+                await server.client.resume()
+        except BaseException:
+            await server.end()
+            raise
+        state.server, state.vocab = server, self._folder.vocab
+        state.fault, state.paused = None, False
+        self._enter(source)
+        state.phase = Phase.READY
+        state.open.set()
+        self._watch = asyncio.create_task(self._watching(server))
+
+    async def close(self) -> None:
+        """See `VLLMEngine.close`."""
+        async with self._lock:
+            if self._state.phase is Phase.CLOSED:
+                return
+            self._state.phase = Phase.CLOSED
+            self._state.release()
+            await self._down()
+
+    async def _down(self) -> None:
+        """Let the server go; end it if it is ours."""
+        state = self._state
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        server, state.server = state.server, None
+        state.open.clear()
+        if server is None:
+            return
+        if server.process is None and state.paused:
+            with contextlib.suppress(InfrastructureError):
+                await server.client.resume()
+        state.paused = False
+        await server.end()
+
+    async def _watching(self, server: Server) -> None:
+        """Notice that the server died or hangs, and say so once."""
+        state = self._state
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if not server.alive:
+                state.fail(InfrastructureError("running vLLM", got=server.story(), expected="a live server"))
+                return
+            running = any(not call.at_rest.is_set() for call in state.calls)
+            quiet = time.monotonic() - state.progress
+            if not running or not state.open.is_set():
+                state.note_progress()
+            elif quiet > self._options.stall_s:
+                state.fail(
+                    InfrastructureError(
+                        "running vLLM",
+                        got=f"no token for any call in {quiet:.0f} s; {server.story()}",
+                        expected="tokens",
+                        fix="It hangs. Raise stall_s if prompts take longer than that.",
+                    )
+                )
+                return
+
+    # -- pause -------------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `VLLMEngine.pause`."""
+        async with self._lock:
+            state, server = self._state, self._state.ready("pausing")
+            state.open.clear()
+            if not state.paused:
+                await server.client.pause("keep")
+                state.paused = True
+            calls = list(state.calls)
+            if mode is PauseMode.ABORT:
+                for call in calls:
+                    call.abort()
+                await state.end_segments(server, calls)
+            else:
+                await self._settle(server)
+
+    async def resume(self) -> None:
+        """See `VLLMEngine.resume`."""
+        async with self._lock:
+            state, server = self._state, self._state.ready("resuming")
+            if state.paused:
+                await server.client.resume()
+                state.paused = False
+            state.note_progress()
+            state.open.set()
+
+    async def flush(self) -> None:
+        """See `VLLMEngine.flush_cache`."""
+        async with self._lock:
+            server = self._state.ready("flushing the cache")
+            self._state.epoch += 1
+            await server.client.forget_prefixes()
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def update(self, source: WeightSource) -> None:
+        """See `VLLMEngine.update_weights`."""
+        async with self._timed("update_weights"):
+            state, server = self._state, self._state.ready("updating weights")
+            folder = await self._read(source)
+            assert self._folder is not None
+            require_same(folder, self._folder, source.location, f"loading policy version {source.version}")
+            state.open.clear()
+            try:
+                if not state.paused:
+                    await server.client.pause("keep")
+                borders = await self._borders(server)
+                await self._load_or_restore(server, source)
+                await server.client.set_version(source.version)
+                self._enter(source)
+                for call, border in borders.items():
+                    call.labels.change(border, source.version)
+            finally:
+                if not state.paused and state.phase is Phase.READY:
+                    await server.client.resume()
+                    state.note_progress()
+                    state.open.set()
+
+    def _enter(self, source: WeightSource) -> None:
+        self._state.version, self._state.source = source.version, source
+        self._state.epoch += 1
+
+    async def _borders(self, server: Server) -> dict[RunningCall, int]:
+        """Index of the first token each call will sample under the next weights; the server is paused. Calls not in it
+        have been ended at the server and will start again."""
+        state = self._state
+        running = [call for call in state.calls if not call.at_rest.is_set()]
+        counts = await self._counts(server) if running and self._options.on_update == "keep" else {}
+        borders = {call: call.first + counts[call.server_id] for call in running if counts.get(call.server_id)}
+        again = [call for call in running if call not in borders]
+        for call in again:
+            if call.cut is Cut.NONE:
+                call.cut = Cut.RESTART
+        await state.end_segments(server, again)
+        return borders
+
+    async def _counts(self, server: Server) -> dict[str, int]:
+        """Tokens sampled in the present segment by the id a call was sent with; empty when the server cannot tell."""
+        if not server.facts.counts:
+            return {}
+        found: dict[str, int] = {}
+        for told in await server.client.rpc("gyre_counts"):
+            for name, count in (told.get("counts") or {}).items():
+                ours = name.removeprefix(ID_PREFIX).rsplit("-", 1)[0]
+                found[ours] = max(int(count), found.get(ours, 0))
+        return found
+
+    async def _settle(self, server: Server) -> None:
+        """Wait until what was sampled before the pause has come; only so that `load` stands still."""
+        if self._options.stream_tokens > 1:
+            return
+        counts = await self._counts(server)
+        deadline = time.monotonic() + _SETTLE_S
+        while time.monotonic() < deadline and any(
+            len(call.sampled) - call.first < counts.get(call.server_id, 0)
+            for call in self._state.calls
+            if not call.at_rest.is_set()
+        ):
+            await asyncio.sleep(0.005)
+
+    async def _read(self, source: WeightSource) -> ModelFolder:
+        doing = f"loading policy version {source.version}"
+        if source.kind != "disk":
+            raise CapabilityError(doing, got=f"a weight source of kind {source.kind!r}", expected="kind 'disk'")
+        return await asyncio.to_thread(read_folder, source.location, doing)
+
+    async def _load(self, server: Server, source: WeightSource) -> None:
+        await server.client.rpc("reload_weights", timeout_s=self._options.start_timeout_s, weights_path=source.location)
+
+    async def _load_or_restore(self, server: Server, source: WeightSource) -> None:
+        """Load; on failure bring the old weights back and raise, or end the engine if that fails too."""
+        try:
+            await self._load(server, source)
+        except InfrastructureError as error:
+            old = self._state.source
+            assert old is not None
+            try:
+                await self._load(server, old)
+            except InfrastructureError as second:
+                self._state.fail(
+                    InfrastructureError(
+                        f"loading policy version {source.version}",
+                        got=f"{error}; and version {old.version} could not be brought back: {second}",
+                        expected="one whole set of weights",
+                    )
+                )
+            raise
+
+    # -- sleep -------------------------------------------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """See `VLLMEngine.sleep`. A failed server sleeps by being ended."""
+        async with self._timed("sleep"):
+            state = self._state
+            way = self.sleep_way()
+            if way is None:
+                raise CapabilityError("putting vLLM to sleep", got="a server that cannot", expected="SLEEP")
+            if state.phase is Phase.FAILED and not self._options.url:
+                await self._down()
+                state.phase = Phase.ASLEEP
+                return
+            server = state.ready("putting vLLM to sleep")
+            state.open.clear()
+            calls = list(state.calls)
+            for call in calls:
+                call.abort()
+            await server.client.pause("abort")
+            state.paused = True
+            await state.end_segments(server, calls)
+            if way == "memory":
+                await self._give_back(server)
+            else:
+                await self._down()
+            state.phase = Phase.ASLEEP
+
+    async def _give_back(self, server: Server) -> None:
+        if server.facts.device.startswith("cuda"):
+            await server.client.ask("POST", "/sleep", query={"level": "2", "mode": "abort"})
+            return
+        await server.client.forget_prefixes()
+        told = await server.client.rpc("gyre_sleep")
+        log.info("vLLM sleeps: resident bytes of its workers before and after: %s", told)
+
+    async def wake(self, source: WeightSource) -> None:
+        """See `VLLMEngine.wake`."""
+        async with self._timed("wake"):
+            state, server = self._state, self._state.server
+            if state.phase is not Phase.ASLEEP:
+                raise InfrastructureError(
+                    "waking vLLM", got=f"an engine that is {state.phase.value}", expected="a sleeping one"
+                )
+            folder = await self._read(source)
+            assert self._folder is not None
+            require_same(folder, self._folder, source.location, f"loading policy version {source.version}")
+            if server is None or not server.alive:
+                await self._down()
+                await self._up(source, load=bool(self._options.url))
+                return
+            await self._take_back(server, source)
+            await server.client.set_version(source.version)
+            await server.client.forget_prefixes()
+            await server.client.resume()
+            state.paused = False
+            self._enter(source)
+            state.phase = Phase.READY
+            state.note_progress()
+            state.open.set()
+
+    async def _take_back(self, server: Server, source: WeightSource) -> None:
+        limit = self._options.start_timeout_s
+        if server.facts.device.startswith("cuda"):
+            await server.client.ask("POST", "/wake_up", query={"tags": "weights"}, timeout_s=limit)
+            await self._load(server, source)
+            await server.client.ask("POST", "/wake_up", query={"tags": "kv_cache"}, timeout_s=limit)
+        else:
+            await server.client.rpc("gyre_wake", timeout_s=limit, location=source.location)
+
+
+def _require_vocabulary(server: Server, folder: ModelFolder, source: WeightSource) -> None:
+    """InfrastructureError when the server serves another model than the folder's."""
+    if server.facts.vocab not in (0, folder.vocab):
+        raise InfrastructureError(
+            f"reaching vLLM at {server.client.url}",
+            got=f"a vocabulary of {server.facts.vocab}",
+            expected=f"{folder.vocab}, that of {source.location}",
+            fix="Let it serve the run's model.",
+        )

@@ -1,0 +1,277 @@
+"""`VLLMEngine`: a vLLM server as `gyre_core.Engine`.
+
+Invariants: a token bears the version of the weights that sampled it, also when they change in mid-call; KV of one set
+of weights is never found by a call that starts under another (each change begins a new cache salt); a fault of the
+server is one InfrastructureError of each call it hit, and no token is handed out twice. Changing weights and memory is
+in `gyre_vllm.changes`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import AsyncIterator, Sequence
+from typing import NoReturn
+
+from gyre_core import (
+    Array,
+    CapabilityError,
+    ComponentContext,
+    ContextLengthError,
+    EngineCapability,
+    EngineLoad,
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    InfrastructureError,
+    KVShape,
+    MemoryRegion,
+    PauseMode,
+    PinnedKV,
+    SamplingParams,
+    WeightSource,
+)
+
+from gyre_vllm.calls import Cut, RunningCall, run_segment
+from gyre_vllm.changes import Changes
+from gyre_vllm.options import VLLMOptions
+from gyre_vllm.server import Server
+from gyre_vllm.state import EngineState, Phase
+
+
+class VLLMEngine:
+    """A vLLM server: started by us in an environment of its own, or running already.
+
+    Offers `PAUSE` and `SEED`, and what the server can do beyond: `SLEEP`, `ROUTED_EXPERTS`. `timings` has the seconds
+    of the last start, update_weights, sleep and wake.
+    """
+
+    def __init__(self, options: VLLMOptions | None, context: ComponentContext) -> None:
+        self.options = options or VLLMOptions()
+        self._state = EngineState()
+        self._changes = Changes(self.options, context, self._state)
+        self._names = itertools.count()
+        self._totals = [0, 0, 0]
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds of the last start, update_weights, sleep and wake."""
+        return self._changes.timings
+
+    @property
+    def capabilities(self) -> frozenset[EngineCapability]:
+        """What it offers; before `start` what it offers unless the server turns out to lack it."""
+        kinds = EngineCapability
+        found = {kinds.PAUSE, kinds.SEED}
+        if self._changes.sleep_way() is not None:
+            found.add(kinds.SLEEP)
+        if self.options.routed_experts:
+            found.add(kinds.ROUTED_EXPERTS)
+        return frozenset(found)
+
+    @property
+    def version(self) -> int:
+        """Policy version in use; -1 before the first load."""
+        return self._state.version
+
+    # Life: see `gyre_vllm.changes`
+
+    async def start(self, source: WeightSource) -> None:
+        """Start or reach the server with these weights; returns when it is ready."""
+        await self._changes.start(source)
+
+    async def update_weights(self, source: WeightSource) -> None:
+        """Change the weights between two forward passes; running calls go on under them."""
+        await self._changes.update(source)
+
+    async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
+        """Stop sampling; calls that arrive meanwhile wait."""
+        await self._changes.pause(mode)
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._changes.resume()
+
+    async def flush_cache(self) -> None:
+        """No call that starts from now on finds a prefix of before; running calls keep theirs."""
+        await self._changes.flush()
+
+    async def sleep(self) -> None:
+        """Give weights and KV back; running calls end with ABORT."""
+        await self._changes.sleep()
+
+    async def wake(self, source: WeightSource) -> None:
+        """Take memory and weights again."""
+        await self._changes.wake(source)
+
+    async def close(self) -> None:
+        """End for good; a server of ours is gone when this returns."""
+        await self._changes.close()
+
+    # Calls
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Run a call. Closing the iterator aborts it. ValueError for a request that cannot run, ContextLengthError for
+        one that is too long, InfrastructureError when the server fails."""
+        state = self._state
+        server = state.ready(f"starting call {request.request_id!r}")
+        call = RunningCall(request, *self._checked(request, server))
+        state.calls.add(call)
+        try:
+            while not call.over:
+                async for chunk in self._next_segment(call):
+                    call.over = chunk.finish is not None
+                    if chunk.token_ids or call.over:
+                        yield chunk
+        finally:
+            call.over = True
+            state.calls.discard(call)
+            self._totals[0] += call.computed
+            self._totals[1] += call.cached or 0
+            self._totals[2] += len(call.sampled)
+
+    async def _next_segment(self, call: RunningCall) -> AsyncIterator[GenerateChunk]:
+        """Wait until the server takes calls, then let it go on with this one."""
+        state = self._state
+        await state.gate(call)
+        if call.cut is Cut.ABORT:
+            yield GenerateChunk(finish=FinishReason.ABORT, cached_tokens=call.cached or 0)
+            return
+        server = state.ready(call.doing)
+        call.cut, call.first = Cut.NONE, len(call.sampled)
+        call.server_id = f"{os.getpid():x}-{next(self._names)}"
+        call.labels.change(call.first, state.version)
+        call.at_rest.clear()
+        state.note_progress()
+        stream = run_segment(
+            call, server.client, server.facts.model, state.vocab, state.salt, self.options.stream_tokens,
+            state.note_progress,
+        )  # fmt: skip
+        try:
+            async for chunk in stream:
+                yield chunk
+        except InfrastructureError as error:
+            raise state.attribute(error, call.doing) from error
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+            call.at_rest.set()
+
+    def _checked(self, request: GenerateRequest, server: Server) -> tuple[list[int], int]:
+        """The prompt as a list of ids and how many tokens it may sample."""
+        doing = f"call {request.request_id!r}"
+        if request.routed_experts and not self.options.routed_experts:
+            raise CapabilityError(
+                doing, got="a wish for routed experts", expected="none", fix="Set routed_experts in [engine]."
+            )
+        _require_logprobs(server.facts.logprobs, request.sampling, doing)
+        prompt = [int(token) for token in request.prompt_ids]
+        if not prompt:
+            raise ValueError(f"{doing}: got an empty prompt, expected at least one token id")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= self._state.vocab:
+            bad = low if low < 0 else high
+            raise ValueError(f"{doing}: got token id {bad}, expected ids in [0, {self._state.vocab}) of the vocabulary")
+        room = server.facts.max_context - len(prompt)
+        if room < 1:
+            raise ContextLengthError(
+                doing, got=f"a prompt of {len(prompt)} tokens", expected=f"fewer than {server.facts.max_context}",
+                fix="Shorten it, or raise max_context.",
+            )  # fmt: skip
+        return prompt, min(request.sampling.max_tokens, room)
+
+    async def abort(self, request_id: str) -> bool:
+        """End one call with ABORT; False when it is not running."""
+        found = [call for call in self._state.calls if call.request.request_id == request_id and not call.over]
+        server = self._state.ready("aborting a call") if found else None
+        for call in found:
+            call.abort()
+        if server is not None:
+            await self._state.end_segments(server, found)
+        return bool(found)
+
+    async def load(self) -> EngineLoad:
+        """The present load. Running, waiting and KV are the server's figures; tokens are those of calls made here."""
+        state = self._state
+        computed, cached, sampled = self._totals
+        sampled += sum(len(call.sampled) for call in state.calls)
+        if state.phase is Phase.ASLEEP:
+            return EngineLoad(
+                0, 0, 0, 0, 0, state.version, prefilled_tokens=computed, cached_tokens=cached, sampled_tokens=sampled
+            )
+        server = state.ready("asking for the load")
+        told = await server.client.load()
+        at_gate = sum(call.at_rest.is_set() and not call.over for call in state.calls)
+        return EngineLoad(
+            slots_total=server.facts.max_running,
+            slots_running=told.running,
+            waiting=told.waiting + at_gate,
+            kv_tokens_total=told.kv_tokens,
+            kv_tokens_used=round(told.usage * told.kv_tokens),
+            version=state.version,
+            prefill_tokens_per_s=None,
+            decode_tokens_per_s=None,
+            prefilled_tokens=computed,
+            cached_tokens=cached,
+            sampled_tokens=sampled,
+        )
+
+    # KV of sessions: the server's HTTP interface gives no block to read or to write
+
+    def kv_shape(self) -> KVShape:
+        """Not offered."""
+        _no_kv("reading the KV layout")
+
+    def kv_regions(self) -> Sequence[MemoryRegion]:
+        """Not offered."""
+        _no_kv("reading the KV regions")
+
+    async def kv_pin(self, session: str) -> PinnedKV | None:
+        """Not offered."""
+        _no_kv(f"pinning the KV of {session!r}")
+
+    async def kv_freeze(self, session: str) -> PinnedKV | None:
+        """Not offered."""
+        _no_kv(f"freezing {session!r}")
+
+    async def kv_unfreeze(self, session: str) -> None:
+        """Not offered."""
+        _no_kv(f"unfreezing {session!r}")
+
+    async def kv_release(self, session: str, generation: int, *, forget: bool) -> None:
+        """Not offered."""
+        _no_kv(f"releasing the KV of {session!r}")
+
+    async def kv_reserve(self, session: str, tokens: int, version: int) -> Array | None:
+        """Not offered."""
+        _no_kv(f"reserving KV for {session!r}")
+
+    async def kv_commit(self, session: str, version: int, token_ids: Array, block_ids: Array) -> None:
+        """Not offered."""
+        _no_kv(f"committing KV of {session!r}")
+
+    async def kv_cancel(self, session: str) -> None:
+        """Not offered."""
+        _no_kv(f"cancelling a reservation for {session!r}")
+
+
+def _no_kv(doing: str) -> NoReturn:
+    raise CapabilityError(
+        doing, got="a vLLM server behind HTTP, whose blocks cannot be reached", expected="KV_MOVE",
+        fix="Let the destination prefill, or hand the session to another vLLM (`gyre_vllm.handover`).",
+    )  # fmt: skip
+
+
+def _require_logprobs(kind: str, sampling: SamplingParams, doing: str) -> None:
+    """CapabilityError when a server without our extension cannot give this call's behaviour logprobs."""
+    cut = sampling.top_p < 1 or sampling.top_k > 0
+    fits = kind == "tempered" or (
+        sampling.temperature in (0.0, 1.0) if kind == "raw_logprobs" else kind == "processed_logprobs" and not cut
+    )
+    if not fits:
+        raise CapabilityError(
+            doing,
+            got=f"temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k} for a server "
+            f"whose logprobs are {kind!r}",
+            expected="logprobs of the tempered distribution over the whole vocabulary",
+            fix="Start the server with Gyre's worker extension (`--worker-extension-cls`), or sample without cuts.",
+        )

@@ -1,0 +1,177 @@
+"""What Gyre adds to vLLM's workers: `--worker-extension-cls gyre_vllm_worker.GyreWorker`.
+
+Called by name through the server's `/collective_rpc`. It runs in vLLM's environment and imports nothing of Gyre; it
+was written for vLLM 0.32. Invariants:
+  * a sampled token's logprob is log-softmax(logits / temperature) over the whole vocabulary, whatever top-k and top-p
+    keep (`gyre_prepare`);
+  * `gyre_counts` tells, while the scheduler is paused, how many tokens each call has sampled: the exact border between
+    two weight versions;
+  * memory is really given back by `gyre_sleep`, or it raises and nothing has changed.
+Answers are dicts of plain values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from typing import Any
+
+INTERFACE = 1
+"""Raised with every change of what is called or answered here."""
+
+
+class GyreWorker:
+    """Mixed into vLLM's worker class; `self` is the worker."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def gyre_prepare(self) -> dict[str, Any]:
+        """Make logprobs those of the tempered distribution; say who and what this worker is."""
+        runner = self.model_runner
+        how = _temper(runner)
+        device = str(runner.device)
+        return {
+            "interface": INTERFACE,
+            "pid": os.getpid(),
+            "device": device,
+            "tempered": how,
+            "vocab": int(self.vllm_config.model_config.get_vocab_size()),
+            "max_context": int(self.vllm_config.model_config.max_model_len),
+            "max_running": int(self.vllm_config.scheduler_config.max_num_seqs),
+            "sleep_mode": bool(self.vllm_config.model_config.enable_sleep_mode),
+            "counts": _counts(runner) is not None,
+            "connector": self.vllm_config.kv_transfer_config is not None,
+        }
+
+    def gyre_counts(self) -> dict[str, Any]:
+        """Tokens sampled so far by each request the worker knows, by vLLM's internal request id."""
+        return {"counts": _counts(self.model_runner)}
+
+    def gyre_sleep(self) -> dict[str, Any]:
+        """Give weights and KV back to the machine (CPU; accelerators have the server's own sleep mode)."""
+        runner = self.model_runner
+        if runner.device.type != "cpu":
+            raise RuntimeError("gyre_sleep is for CPU workers; use /sleep?level=2 here")
+        if self.vllm_config.kv_transfer_config is not None:
+            raise RuntimeError(
+                "gyre_sleep: a KV connector holds the addresses of the cache; restart the server instead"
+            )
+        before = _resident()
+        # What the worker's own loading needs: sizes of every storage, by identity.
+        self._gyre_storages = _release(_tensors(runner))
+        gc.collect()
+        _trim()
+        return {"before": before, "after": _resident()}
+
+    def gyre_wake(self, location: str) -> dict[str, Any]:
+        """Take the memory again and load the weights in the folder `location`."""
+        _take(self._gyre_storages)
+        self._gyre_storages = []
+        self.reload_weights(weights_path=location)  # type: ignore[attr-defined]
+        return {"after": _resident()}
+
+
+def _temper(runner: Any) -> bool:
+    """Put a sampler in place whose raw logprobs are tempered; False where this rank samples nothing."""
+    sampler = getattr(runner, "sampler", None)
+    if sampler is None:
+        return False
+    kind = type(sampler)
+    if kind.__name__.startswith("Tempered"):
+        return True
+    if kind.__module__ == "vllm.v1.sample.sampler":
+        sampler.__class__ = _tempered_v1(kind)
+    elif kind.__module__ == "vllm.v1.worker.gpu.sample.sampler":
+        sampler.__class__ = _tempered_v2(kind)
+        sampler.logprobs_mode = "processed_logprobs"
+    else:
+        raise RuntimeError(f"gyre_prepare: no way to temper the logprobs of a {kind.__module__}.{kind.__name__}")
+    return True
+
+
+def _tempered_v1(kind: type) -> type:
+    """The sampler of model runner V1: "raw" logprobs are taken before any processing; divide by the temperature."""
+    import torch
+
+    class TemperedSampler(kind):  # type: ignore[misc]
+        def forward(self, logits: Any, sampling_metadata: Any, *rest: Any, **named: Any) -> Any:
+            self.gyre_temperature = sampling_metadata.temperature
+            return super().forward(logits, sampling_metadata, *rest, **named)
+
+        def compute_logprobs(self, logits: Any) -> Any:
+            temperature = self.gyre_temperature
+            if temperature is None:  # all greedy
+                return logits.log_softmax(dim=-1, dtype=torch.float32)
+            divisor = torch.where(temperature < 1e-5, 1.0, temperature).unsqueeze(1)
+            return (logits.float() / divisor).log_softmax(dim=-1)
+
+    return TemperedSampler
+
+
+def _tempered_v2(kind: type) -> type:
+    """The sampler of model runner V2: "processed" logits are tempered and then cut; keep them from before the cut."""
+
+    class TemperedSampler(kind):  # type: ignore[misc]
+        def _sample_random(
+            self, processed_logits: Any, mapping: Any, mapping_np: Any, pos: Any, top_k: Any, top_p: Any, fused: Any
+        ) -> Any:
+            cut = top_k is not None or top_p is not None
+            kept = processed_logits.clone() if cut else processed_logits
+            sampled, _ = super()._sample_random(processed_logits, mapping, mapping_np, pos, top_k, top_p, fused)
+            return sampled, kept
+
+    return TemperedSampler
+
+
+def _counts(runner: Any) -> dict[str, int] | None:
+    """Sampled tokens by internal request id; None when this runner cannot tell."""
+    requests = getattr(runner, "requests", None)
+    if isinstance(requests, dict):  # model runner V1
+        return {name: len(state.output_token_ids) for name, state in requests.items()}
+    states = getattr(runner, "req_states", None)
+    if states is None:
+        return None
+    total = states.total_len.gpu.tolist()  # model runner V2
+    prompt = states.prompt_len.np
+    return {name: int(total[i]) - int(prompt[i]) for name, i in states.req_id_to_index.items()}
+
+
+# -- memory on a CPU ---------------------------------------------------------------------------------------------------
+
+
+def _tensors(runner: Any) -> list[Any]:
+    """Every parameter of the model and every block of the KV cache. Buffers stay: loading does not bring them."""
+    found = [parameter.data for parameter in runner.model.parameters()]
+    for cache in runner.kv_caches:
+        found += list(cache) if isinstance(cache, list | tuple) else [cache]
+    return found
+
+
+def _release(tensors: list[Any]) -> list[tuple[Any, int]]:
+    """Empty the tensors' storages; views and owners stay as they are and see the memory again after `_take`."""
+    storages = {id(t.untyped_storage()._cdata): t.untyped_storage() for t in tensors}
+    unique = {storage._cdata: storage for storage in storages.values()}
+    sizes = [(storage, storage.nbytes()) for storage in unique.values() if storage.nbytes()]
+    for storage, _ in sizes:
+        storage.resize_(0)
+    return sizes
+
+
+def _take(storages: list[tuple[Any, int]]) -> None:
+    for storage, size in storages:
+        storage.resize_(size)
+
+
+def _resident() -> int:
+    """Resident bytes of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _trim() -> None:
+    """Let the C library give freed memory back to the machine."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

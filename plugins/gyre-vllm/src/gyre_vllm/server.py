@@ -1,0 +1,187 @@
+"""One server, ours or somebody's: reached, asked what it is, and watched.
+
+Invariant: `Facts` are probed from the running server, never assumed from its version. A server of ours ends with
+`end`; a foreign one is only let go. Not here: calls and policy versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gyre_core import ComponentContext, InfrastructureError
+
+from gyre_vllm.client import RESTING, RPC, ServerClient
+from gyre_vllm.launch import MODEL_NAME, Place, interpreter, launch_plan, seed_of
+from gyre_vllm.options import WRITTEN_FOR, VLLMOptions
+from gyre_vllm.process import ServerProcess, free_port
+from gyre_vllm.wire import GENERATE
+
+log = logging.getLogger("gyre.vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a running server is and can do."""
+
+    version: str
+    model: str
+    max_context: int
+    vocab: int
+    """0 when the server does not tell."""
+    max_running: int
+    logprobs: str
+    """What its logprobs are of: "tempered" (by our extension), "raw_logprobs" or "processed_logprobs"."""
+    counts: bool
+    """Our extension is in it and can tell how many tokens each call has sampled."""
+    device: str
+    sleeps: bool
+    """It can give its memory back while it runs."""
+    connector: bool
+
+
+class Server:
+    """A server that is up. `process` is None for a foreign one."""
+
+    def __init__(self, client: ServerClient, process: ServerProcess | None, facts: Facts) -> None:
+        self.client, self.process, self.facts = client, process, facts
+
+    def story(self) -> str:
+        """What is known of its end."""
+        return self.process.story() if self.process else f"{self.client.url} is not ours; look at its log"
+
+    @property
+    def alive(self) -> bool:
+        """False only when a process of ours has ended."""
+        return self.process is None or self.process.alive
+
+    async def end(self) -> None:
+        """End it if it is ours; close connections."""
+        await self.client.close()
+        if self.process is not None:
+            await self.process.end()
+
+
+async def launch(options: VLLMOptions, context: ComponentContext, model: str, life: int) -> Server:
+    """Start `vllm serve` for the folder `model`, or reach the server at `options.url`; returns when it is ready.
+
+    `life` counts the servers of this engine: each has its own sampling seed.
+    """
+    if options.url:
+        client = ServerClient(options.url, options.control_timeout_s)
+        try:
+            return Server(client, None, await probe(client, options))
+        except BaseException:
+            await client.close()
+            raise
+    start = interpreter(options)
+    accelerators = context.accelerators or int(context.device != "cpu")
+    port = options.port or free_port(options.host)
+    place = Place(options.host, port, accelerators, context.threads, seed_of(context.seed, f"{context.name} {life}"))
+    plan = launch_plan(options, model, start, place)
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", context.name)
+    process = await ServerProcess.start(plan, Path(context.run_dir) / "logs" / f"{name}-vllm.log")
+    client = ServerClient(plan.url, options.control_timeout_s)
+    try:
+        await _until_ready(client, process, options.start_timeout_s)
+        return Server(client, process, await probe(client, options))
+    except BaseException:
+        await client.close()
+        await process.end()
+        raise
+
+
+async def _until_ready(client: ServerClient, process: ServerProcess, timeout_s: float) -> None:
+    doing = f"starting vLLM at {client.url}"
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not await client.alive():
+                if not process.alive:
+                    raise InfrastructureError(doing, got=process.story(), expected="a server that gets ready")
+                await asyncio.sleep(0.25)
+    except TimeoutError as error:
+        raise InfrastructureError(
+            doing,
+            got=f"not ready after {timeout_s:.0f} s; {process.story()}",
+            expected="a ready server",
+            fix="Raise start_timeout_s if the model is large; compilation and warm-up take long.",
+        ) from error
+
+
+async def probe(client: ServerClient, options: VLLMOptions) -> Facts:
+    """Ask a server what it is. InfrastructureError when it lacks what this plugin cannot do without."""
+    paths = await client.paths()
+    missing = [path for path in (GENERATE, *RESTING, RPC) if path not in paths]
+    if missing:
+        raise InfrastructureError(
+            f"asking {client.url} what it can do",
+            got=f"a server without {', '.join(missing)}",
+            expected="vLLM's token and RL interfaces",
+            fix="Start it with --tokens-only (or --enable-scale-out) and VLLM_SERVER_DEV_MODE=1.",
+        )
+    version = await client.version()
+    warn_of_version(version)
+    model, max_context = await client.model()
+    told = await _workers(client)
+    ours = bool(told)
+    if not ours:
+        told = await _configuration(client)
+    device = str(told.get("device", "unknown"))
+    return Facts(
+        version=version,
+        model=model if options.url else MODEL_NAME,
+        max_context=int(told.get("max_context", max_context)),
+        vocab=int(told.get("vocab", 0)),
+        max_running=int(told.get("max_running", options.max_running)),
+        logprobs="tempered" if ours else str(told.get("logprobs", "raw_logprobs")),
+        counts=bool(told.get("counts")),
+        device=device,
+        sleeps=(device.startswith("cuda") and "/sleep" in paths and bool(told.get("sleep_mode")))
+        or (ours and device == "cpu" and not told.get("connector")),
+        connector=bool(told.get("connector")),
+    )
+
+
+async def _workers(client: ServerClient) -> dict[str, Any]:
+    """What our extension says of itself on the first worker; empty when it is not there."""
+    try:
+        told = await client.rpc("gyre_prepare")
+    except InfrastructureError:
+        if not await client.alive():
+            raise
+        log.warning(
+            "%s runs without Gyre's worker extension: calls that run through a change of weights are computed again, "
+            "and top-k or top-p together with a temperature other than 1 is refused",
+            client.url,
+        )
+        return {}
+    return dict(told[0]) if told and isinstance(told[0], dict) else {}
+
+
+async def _configuration(client: ServerClient) -> dict[str, Any]:
+    """What a server without our extension says of its configuration."""
+    config = await client.configuration()
+    return {
+        "device": config.get("device_config", {}).get("device", "unknown"),
+        "logprobs": config.get("model_config", {}).get("logprobs_mode", "raw_logprobs"),
+        "max_running": config.get("scheduler_config", {}).get("max_num_seqs", 0),
+        "sleep_mode": config.get("model_config", {}).get("enable_sleep_mode", False),
+        "connector": config.get("kv_transfer_config") is not None,
+    }
+
+
+def warn_of_version(version: str) -> bool:
+    """Log a warning when `version` is of another minor than this plugin was written for; whether it did."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    written = ".".join(map(str, WRITTEN_FOR))
+    if found and (int(found[1]), int(found[2])) == WRITTEN_FOR:
+        return False
+    log.warning(
+        "vLLM %s: this release of gyre-vllm was written and tested for %s; run its conformance suite, or use %s",
+        version or "of unknown version", written, written,
+    )  # fmt: skip
+    return True

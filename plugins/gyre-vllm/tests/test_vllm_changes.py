@@ -1,0 +1,211 @@
+"""Weights, pauses and sleep against the fake, whose tokens tell which weights sampled them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from gyre_core import CapabilityError, FinishReason, InfrastructureError, PauseMode, WeightSource
+from gyre_vllm.labels import VersionLabels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def assert_true_versions(fake: ModuleType, prompt: list[int], result: Any) -> None:
+    """Each token and logprob is that of the weights its version names: the one check nothing can hide from."""
+    ids = list(prompt)
+    for token, version, logprob in zip(result.ids, result.versions, result.logprobs, strict=True):
+        assert token == fake.token_after(ids, 10 + version), f"token {len(ids) - len(prompt)} labelled {version}"
+        assert logprob == fake.logprob_of(10 + version)
+        ids.append(token)
+
+
+async def until(chunks: list[Any], count: int, task: asyncio.Task[Any]) -> None:
+    while len(chunks) < count and not task.done():
+        await asyncio.sleep(0.001)
+
+
+CASES = [
+    {"every": 1, "hold": 0.0}, {"every": 6, "hold": 0.0}, {"every": 1, "hold": 0.03},
+    {"every": 1, "hold": 0.0, "on_update": "recompute"}, {"every": 4, "hold": 0.02, "on_update": "recompute"},
+    {"every": 1, "hold": 0.01, "extension": False}, {"every": 5, "hold": 0.0, "extension": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+async def test_each_token_bears_the_version_that_sampled_it(
+    served: Any, ask: Any, fake: ModuleType, sources: list[WeightSource], case: dict[str, Any]
+) -> None:
+    """Also when tokens reach us long after they were sampled, when calls wait for a slot, and three times over."""
+    options = {"stream_tokens": case["every"], "on_update": case.get("on_update", "keep")}
+    server, engine = await served(options, extension=case.get("extension", True))
+    server.hold_s = case["hold"]
+    prompts = [[i, 3 * i + 1] for i in range(9)]
+    into: list[list[Any]] = [[] for _ in prompts]
+    tasks = [
+        asyncio.create_task(ask(engine, p, 60, name=f"c{i}", into=into[i], temperature=0.0))
+        for i, p in enumerate(prompts)
+    ]
+    for source in (sources[1], sources[2], sources[0]):
+        await until(into[0], len(into[0]) + 2, tasks[0])
+        await engine.update_weights(source)
+        assert engine.version == source.version
+    results = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert len(result.ids) == 60
+        assert result.finish is FinishReason.LENGTH
+        assert_true_versions(fake, prompt, result)
+    assert len(set(results[0].versions)) > 1, "the changes came too late to test anything"
+    assert not engine._state.calls
+
+
+async def test_no_kv_of_old_weights_is_found(served: Any, ask: Any, sources: list[WeightSource]) -> None:
+    """Not of ended calls, not of calls that waited or ran through the change, not after going back."""
+    _, engine = await served(slots=1)
+    prompt = list(range(50))
+    await ask(engine, prompt, 4, name="fill")
+    chunks: list[Any] = []
+    holder = asyncio.create_task(ask(engine, [9], 80, name="holder", into=chunks))
+    await until(chunks, 2, holder)
+    waiting = asyncio.create_task(ask(engine, prompt, 4, name="waiting"))
+    await asyncio.sleep(0.01)
+    await engine.update_weights(sources[1])
+    found = await waiting
+    assert found.versions == [1] * 4
+    assert found.cached == 0
+    await holder
+    await engine.update_weights(sources[0])
+    assert (await ask(engine, prompt, 4, name="back")).cached == 0
+    assert (await ask(engine, prompt, 4, name="again")).cached > 0
+    await engine.flush_cache()
+    assert (await ask(engine, prompt, 4, name="flushed")).cached == 0
+
+
+async def test_an_update_that_cannot_be_read_does_not_even_pause(
+    served: Any, ask: Any, fake: ModuleType, sources: list[WeightSource], tmp_path: Path
+) -> None:
+    server, engine = await served()
+    short = Path(fake.write_weights(tmp_path / "short", 50)) / "model.safetensors"
+    short.write_bytes(short.read_bytes()[:-3])
+    other = fake.write_weights(tmp_path / "other", 50, names=("w", "extra"))
+    for location in (str(tmp_path / "missing"), str(short.parent), other):
+        with pytest.raises(InfrastructureError):
+            await engine.update_weights(WeightSource(9, location))
+    with pytest.raises(CapabilityError):
+        await engine.update_weights(WeightSource(9, sources[1].location, "pigeon"))
+    assert "pause" not in server.log[server.log.index("resume") :]
+    assert engine.version == 0
+    assert (await ask(engine, [1], 5)).versions == [0] * 5
+
+
+async def test_a_load_that_fails_brings_the_old_weights_back(
+    served: Any, ask: Any, fake: ModuleType, sources: list[WeightSource]
+) -> None:
+    server, engine = await served()
+    chunks: list[Any] = []
+    task = asyncio.create_task(ask(engine, [4], 120, into=chunks))
+    await until(chunks, 2, task)
+    server.faults.add("load-fails")
+    with pytest.raises(InfrastructureError, match="load failed"):
+        await engine.update_weights(sources[1])
+    assert engine.version == 0
+    result = await task
+    assert result.versions == [0] * 120
+    assert_true_versions(fake, [4], result)
+
+
+async def test_a_pause_keeps_calls_and_holds_new_ones(
+    served: Any, ask: Any, fake: ModuleType, sources: list[WeightSource]
+) -> None:
+    _, engine = await served()
+    chunks: list[Any] = []
+    kept = asyncio.create_task(ask(engine, [4], 100, name="kept", into=chunks))
+    await until(chunks, 2, kept)
+    await engine.pause()
+    sampled = (await engine.load()).sampled_tokens
+    late = asyncio.create_task(ask(engine, [5], 5, name="late"))
+    doomed = asyncio.create_task(ask(engine, [6], 5, name="doomed"))
+    await asyncio.sleep(0.05)
+    load = await engine.load()
+    assert load.sampled_tokens == sampled
+    assert load.waiting == 2
+    assert await engine.abort("doomed") is True
+    assert (await doomed).finish is FinishReason.ABORT
+    await engine.update_weights(sources[1])
+    await engine.resume()
+    assert (await late).versions == [1] * 5
+    result = await kept
+    assert_true_versions(fake, [4], result)
+    assert set(result.versions) == {0, 1}
+
+
+async def test_a_pause_may_end_the_calls(served: Any, ask: Any) -> None:
+    _, engine = await served(slots=1)
+    into: list[list[Any]] = [[], [], []]
+    tasks = [asyncio.create_task(ask(engine, [i], 200, name=f"c{i}", into=into[i])) for i in range(3)]
+    await until(into[0], 2, tasks[0])
+    await engine.pause(PauseMode.ABORT)
+    assert all(result.finish is FinishReason.ABORT for result in await asyncio.wait_for(asyncio.gather(*tasks), 10))
+    await engine.resume()
+    assert len((await ask(engine, [1], 5)).ids) == 5
+
+
+async def test_sleep_and_wake(served: Any, ask: Any, sources: list[WeightSource]) -> None:
+    server, engine = await served()
+    prompt = list(range(40))
+    await ask(engine, prompt, 4)
+    chunks: list[Any] = []
+    task = asyncio.create_task(ask(engine, [4], 200, name="run", into=chunks))
+    await until(chunks, 2, task)
+    await engine.sleep()
+    assert (await task).finish is FinishReason.ABORT
+    assert server.asleep
+    assert (await engine.load()).slots_total == 0
+    with pytest.raises(InfrastructureError):
+        await ask(engine, [1], 2)
+    with pytest.raises(InfrastructureError):
+        await engine.sleep()
+    await engine.wake(sources[2])
+    with pytest.raises(InfrastructureError):
+        await engine.wake(sources[2])
+    result = await ask(engine, prompt, 4)
+    assert result.versions == [2] * 4
+    assert result.cached == 0
+    assert set(engine.timings) == {"start", "sleep", "wake"}
+
+
+async def test_somebody_elses_change_of_weights_is_found_out(served: Any, ask: Any) -> None:
+    """The server's own spans are compared with ours at the end of each answer."""
+    server, engine = await served()
+    server.faults.add("spans")
+    with pytest.raises(InfrastructureError, match="Somebody else"):
+        await ask(engine, [1], 5)
+
+
+async def test_a_newer_server_is_warned_of(served: Any, sources: Any, caplog: pytest.LogCaptureFixture) -> None:
+    server, engine = await served(start=False)
+    server.faults.add("newer")
+    with caplog.at_level(logging.WARNING, "gyre.vllm"):
+        await engine.start(sources[0])
+    assert "0.33.1" in caplog.text
+    assert "0.32" in caplog.text
+
+
+@given(changes=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5)), max_size=8), cuts=st.lists(st.integers(1, 7)))
+@settings(max_examples=200)
+def test_labels_do_not_depend_on_how_tokens_arrive(changes: list[tuple[int, int]], cuts: list[int]) -> None:
+    labels, oracle, floor = VersionLabels(), [9] * 40, 0
+    labels.change(0, 9)
+    for step, version in changes:
+        floor = max(floor, step)
+        labels.change(floor, version)
+        oracle[floor:] = [version] * (40 - floor)
+    at = 0
+    for cut in cuts:
+        count = min(cut, 40 - at)
+        assert list(labels.of(at, count)) == oracle[at : at + count]
+        at += count

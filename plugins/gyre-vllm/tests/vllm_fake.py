@@ -1,0 +1,349 @@
+"""A server that keeps vLLM 0.32's protocol as far as the engine uses it, with faults to order.
+
+Its "model" is arithmetic on the context and on one number in the weights, so that every token tells under which weights
+it was sampled: `token_after`. It samples a token for each running call at each tick, keeps a prefix cache by salt,
+pauses, aborts and answers worker calls as the real server does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import struct
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+VOCAB, BLOCK, CONTEXT = 97, 8, 256
+
+
+def write_weights(folder: Path, number: int, names: Sequence[str] = ("w",)) -> str:
+    """A model folder whose one tensor holds `number`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {n: {"dtype": "I64", "shape": [1], "data_offsets": [8 * i, 8 * i + 8]} for i, n in enumerate(names)}
+    text = json.dumps(header).encode()
+    data = struct.pack("<Q", len(text)) + text + struct.pack("<q", number) * len(names)
+    (folder / "model.safetensors").write_bytes(data)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}))
+    return str(folder)
+
+
+def token_after(context: Sequence[int], weights: int) -> int:
+    """What the fake model samples after `context`."""
+    return (sum(context) * 31 + len(context) * 7 + weights * 13) % VOCAB
+
+
+def logprob_of(weights: int) -> float:
+    """The same for every token."""
+    return -0.25 * (weights + 1)
+
+
+@dataclass
+class Call:
+    id: str
+    context: list[int]
+    prompt: int
+    limit: int
+    stops: list[int]
+    salt: str
+    every: int
+    out: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    sampled: list[int] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    cached: int | None = None
+    reason: str | None = None
+
+
+class FakeVLLM:
+    """`faults` is a set of words the handlers look for; see `_generate` and `_rpc`."""
+
+    def __init__(self, *, slots: int = 4, tick_s: float = 0.002, extension: bool = True) -> None:
+        self.slots, self.tick_s, self.extension = slots, tick_s, extension
+        self.weights, self.version, self.paused, self.asleep = 0, "default", False, False
+        self.faults: set[str] = set()
+        self.waiting: list[Call] = []
+        self.running: list[Call] = []
+        self.cache: set[tuple[str, tuple[int, ...]]] = set()
+        self.totals = {"local_compute": 0, "local_cache_hit": 0, "generation": 0}
+        self.log: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.hold_s = 0.0
+        """Tokens reach the connection this much later than they are sampled."""
+        self._names = itertools.count()
+
+    async def start(self, port: int = 0) -> str:
+        app = web.Application(client_max_size=1 << 30)
+        post = {
+            "/pause": self._pause, "/resume": self._resume, "/abort_requests": self._abort,
+            "/update_weight_version": self._set_version, "/collective_rpc": self._rpc,
+            "/reset_prefix_cache": self._forget, "/inference/v1/generate": self._generate,
+        }  # fmt: skip
+        get = {
+            "/health": self._health, "/version": self._version, "/openapi.json": self._openapi,
+            "/v1/models": self._models, "/metrics": self._metrics, "/server_info": self._info,
+        }  # fmt: skip
+        self.paths = list(post) + list(get)
+        for path, handler in post.items():
+            app.router.add_post(path, handler)
+        for path, handler in get.items():
+            app.router.add_get(path, handler)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self._ticker = asyncio.create_task(self._ticking())
+        return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+
+    async def stop(self) -> None:
+        self._ticker.cancel()
+        await self._runner.cleanup()
+
+    # -- the scheduler
+
+    async def _ticking(self) -> None:
+        while True:
+            await asyncio.sleep(self.tick_s)
+            if self.paused or "hang" in self.faults:
+                continue
+            while self.waiting and len(self.running) < self.slots:
+                self._admit(self.waiting.pop(0))
+            for call in list(self.running):
+                self._step(call)
+
+    def _blocks(self, ids: Sequence[int]) -> Iterable[tuple[int, ...]]:
+        return (tuple(ids[:end]) for end in range(BLOCK, len(ids) + 1, BLOCK))
+
+    def _admit(self, call: Call) -> None:
+        call.cached = 0
+        for block in self._blocks(call.context[:-1]):
+            if (call.salt, block) not in self.cache:
+                break
+            call.cached = len(block)
+        self.totals["local_cache_hit"] += call.cached
+        self.totals["local_compute"] += len(call.context) - call.cached
+        self.running.append(call)
+
+    def _step(self, call: Call) -> None:
+        token = token_after(call.context, self.weights)
+        call.context.append(token)
+        call.sampled.append(token)
+        call.versions.append(self.version)
+        call.logprobs.append(logprob_of(self.weights))
+        self.totals["generation"] += 1
+        self.cache |= {(call.salt, block) for block in self._blocks(call.context[:-1])}
+        if token in call.stops:
+            self._finish(call, "stop")
+        elif len(call.sampled) >= call.limit:
+            self._finish(call, "length")
+        else:
+            call.out.put_nowait(len(call.sampled))
+
+    def _finish(self, call: Call, reason: str) -> None:
+        for group in (self.running, self.waiting):
+            if call in group:
+                group.remove(call)
+        call.reason = reason
+        call.out.put_nowait(len(call.sampled))
+
+    # -- handlers
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        if "500" in self.faults:
+            return web.json_response({"error": {"message": "CUDA out of memory"}}, status=500)
+        body = await request.json()
+        self.bodies.append(body)
+        how = body["sampling_params"]
+        if how["max_tokens"] + len(body["token_ids"]) > CONTEXT:
+            return web.json_response({"error": {"message": "too long"}}, status=400)
+        name = f"generate-tokens-{request.headers['x-request-id']}"
+        call = Call(
+            name, list(body["token_ids"]), len(body["token_ids"]), how["max_tokens"], how["stop_token_ids"],
+            body["cache_salt"], how.get("stream_interval", 1),
+        )  # fmt: skip
+        self.waiting.append(call)
+        answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await answer.prepare(request)
+        try:
+            await self._stream(call, answer)
+        finally:
+            if call.reason is None:
+                self._finish(call, "abort")
+        return answer
+
+    async def _stream(self, call: Call, answer: web.StreamResponse) -> None:
+        sent = 0
+        while True:
+            upto = await call.out.get()
+            if self.hold_s:
+                await asyncio.sleep(self.hold_s)
+            last = call.reason is not None and upto == len(call.sampled)
+            if not last and sent and upto - sent < call.every:
+                continue
+            if "die" in self.faults and upto >= 3:
+                raise ConnectionResetError
+            await self._event(answer, self._choice(call, sent, upto, last))
+            sent = upto
+            if last:
+                break
+            if "truncate" in self.faults and sent >= 3:
+                return
+            if "error-event" in self.faults and sent >= 2:
+                await self._event(answer, {"error": {"message": "EngineCore died", "code": 500}})
+                return
+        usage = {"prompt_tokens": call.prompt, "prompt_tokens_details": {"cached_tokens": call.cached or 0}}
+        await self._event(answer, {"choices": [], "usage": usage})
+        await answer.write(b"data: [DONE]\n\n")
+
+    def _choice(self, call: Call, start: int, end: int, last: bool) -> dict[str, Any]:
+        ids = call.sampled[start:end]
+        if "vocabulary" in self.faults and end >= 2:
+            ids[-1] = VOCAB + 5
+        found = [call.logprobs[start + i] for i in range(len(ids))]
+        if "nan" in self.faults and end >= 2:
+            found[-1] = -9999.0
+        content = [{"token_id": t, "logprob": p, "rank": 1} for t, p in zip(ids, found, strict=True)]
+        choice: dict[str, Any] = {"index": 0, "token_ids": ids, "finish_reason": call.reason if last else None}
+        choice["logprobs"] = {"content": content}
+        if last and call.sampled:
+            choice["weight_versions"] = _spans(["wrong" if "spans" in self.faults else v for v in call.versions])
+        return {"request_id": call.id, "choices": [choice]}
+
+    async def _event(self, answer: web.StreamResponse, event: dict[str, Any]) -> None:
+        await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self.log.append("pause")
+        self.paused = True
+        if request.query["mode"] == "abort":
+            for call in [*self.running, *self.waiting]:
+                self._finish(call, "abort")
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self.log.append("resume")
+        self.paused = False
+        return web.json_response({"status": "resumed"})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        ids = set((await request.json())["request_ids"])
+        for call in [*self.running, *self.waiting]:
+            if call.id in ids:
+                self._finish(call, "abort")
+        return web.json_response({"status": "aborted"})
+
+    async def _set_version(self, request: web.Request) -> web.Response:
+        assert self.paused or not self.running, "weight versions change only while generation is paused"
+        self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True})
+
+    async def _forget(self, request: web.Request) -> web.Response:
+        if not self.running:
+            self.cache.clear()
+        return web.json_response({"success": not self.running})
+
+    async def _rpc(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        method, given = body["method"], body.get("kwargs", {})
+        if method.startswith("gyre_") and not self.extension:
+            return web.json_response({"error": {"message": f"no attribute {method!r}"}}, status=500)
+        self.log.append(method)
+        result = getattr(self, f"_do_{method}")(**given)
+        if asyncio.iscoroutine(result):
+            result = await result
+        return web.json_response({"results": [result]})
+
+    def _do_gyre_prepare(self) -> dict[str, Any]:
+        return {
+            "device": "cpu", "vocab": VOCAB + 1 if "other-model" in self.faults else VOCAB, "max_context": CONTEXT,
+            "max_running": self.slots, "counts": True, "connector": False,
+        }  # fmt: skip
+
+    def _do_gyre_counts(self) -> dict[str, Any]:
+        calls = [*self.running, *self.waiting]
+        return {"counts": {f"{call.id}-{i:08x}": len(call.sampled) for i, call in enumerate(calls) if call.sampled}}
+
+    async def _do_reload_weights(self, weights_path: str) -> None:
+        assert self.paused or not (self.running or self.waiting)
+        if "load-fails" in self.faults:
+            self.faults.discard("load-fails")
+            self.weights = -1
+            raise web.HTTPInternalServerError(text=json.dumps({"error": {"message": "load failed"}}))
+        await asyncio.sleep(0.01)
+        data = (Path(weights_path) / "model.safetensors").read_bytes()
+        (self.weights,) = struct.unpack("<q", data[-8:])
+
+    def _do_gyre_sleep(self) -> dict[str, Any]:
+        assert self.paused
+        assert not self.running
+        self.asleep = True
+        return {"before": 10, "after": 1}
+
+    async def _do_gyre_wake(self, location: str) -> dict[str, Any]:
+        assert self.asleep
+        self.asleep = False
+        await self._do_reload_weights(location)
+        return {"after": 10}
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=503 if "unhealthy" in self.faults else 200)
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": "0.33.1" if "newer" in self.faults else "0.32.0"})
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        left_out = {"/pause"} if "no-dev-mode" in self.faults else set()
+        return web.json_response({"paths": {path: {} for path in self.paths if path not in left_out}})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "gyre", "max_model_len": CONTEXT}]})
+
+    async def _info(self, request: web.Request) -> web.Response:
+        config = {
+            "device_config": {"device": "cpu"}, "model_config": {"logprobs_mode": "raw_logprobs"},
+            "scheduler_config": {"max_num_seqs": self.slots}, "kv_transfer_config": None,
+        }  # fmt: skip
+        return web.json_response({"vllm_config": config})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        used = sum(-(-len(call.context) // BLOCK) for call in self.running)
+        return web.Response(
+            text=f"""# HELP vllm:num_requests_running Running.
+vllm:num_requests_running{{engine="0",model_name="gyre"}} {len(self.running)}.0
+vllm:num_requests_waiting{{engine="0",model_name="gyre"}} {len(self.waiting)}.0
+vllm:kv_cache_usage_perc{{engine="0",model_name="gyre"}} {used / 1000}
+vllm:prompt_tokens_by_source_total{{engine="0",source="local_compute"}} {self.totals["local_compute"]}.0
+vllm:prompt_tokens_by_source_total{{engine="0",source="local_cache_hit"}} {self.totals["local_cache_hit"]}.0
+vllm:generation_tokens_total{{engine="0",model_name="gyre"}} {self.totals["generation"]}.0
+vllm:cache_config_info{{block_size="{BLOCK}",engine="0",num_gpu_blocks="1000"}} 1.0
+"""
+        )
+
+
+def _spans(versions: list[str]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for index, version in enumerate(versions):
+        if not found or found[-1]["version"] != version:
+            found.append({"version": version, "start": index, "end": index})
+        found[-1]["end"] = index + 1
+    return found
+
+
+async def _serve(port: int, number: int) -> None:
+    server = FakeVLLM()
+    server.weights = number
+    print("serving", await server.start(port), flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":  # as `vllm serve MODEL ... --port N` is called
+    words = sys.argv[1:]
+    weights = struct.unpack("<q", (Path(words[0]) / "model.safetensors").read_bytes()[-8:])[0]
+    if "--die" in words:
+        sys.exit("ERROR torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB")
+    asyncio.run(_serve(int(words[words.index("--port") + 1]), weights))
