@@ -11,17 +11,21 @@ from pathlib import Path
 from gyre_rl.cli.console import Console
 from gyre_rl.cli.preflight import preflight
 from gyre_rl.cli.rundirs import place_run
-from gyre_rl.config import RunConfig, dumps, load
+from gyre_rl.cli.sizing import memory_line, memory_problems
+from gyre_rl.config import RunConfig, RunConfigError, dumps, load
 
 
 def check_config(source: Path, sets: Sequence[str], console: Console, *, machine: bool, show: bool) -> None:
     """Say what the run would be; RunConfigError with every problem of the file, or of this machine."""
     config = place_run(load(source, sets))
+    if problems := list(memory_problems(config)):
+        raise RunConfigError(f"of {config.name!r}", problems)
     if machine:
         preflight(config, Path(config.dir or ""))
+    memory = memory_line(config)
     where = "on this machine" if machine else "as a file; this machine was not looked at"
     text = f"{dumps(config)}\n" if show else f"{outline(config)}\n"
-    console.result({"ok": True, "name": config.name, "config": dumps(config)}, f"{text}Good {where}.")
+    console.result({"ok": True, "name": config.name, "memory": memory, "config": dumps(config)}, f"{text}Good {where}.")
 
 
 def outline(config: RunConfig) -> str:
@@ -33,6 +37,7 @@ def outline(config: RunConfig) -> str:
         ("model", str(config.model_dir)),
         ("cells", f"{cells.count} on {cells.device}, {cells.train} of them begin as TRAIN; "
                   f"policy {config.scheduler.policy}"),
+        ("memory", memory_line(config)),
         ("step", f"{rollout.tasks_per_step} tasks x {rollout.group_size} executions = {executions}; "
                  f"staleness at most {rollout.max_staleness}"),
         ("plugins", ", ".join(
@@ -43,4 +48,4 @@ def outline(config: RunConfig) -> str:
             )
         )),
     ]  # fmt: skip
-    return "\n".join(f"{name:>8}  {text}" for name, text in lines)
+    return "\n".join(f"{name:>8}  {text}" for name, text in lines if text)

@@ -41,6 +41,8 @@ class ModelConfig:
     """Folder with config.json, safetensors and tokenizer in Hugging Face form."""
     tokenizer: str | None = None
     """Folder of the tokenizer; the model's folder when absent."""
+    shape: str | None = None
+    """config.json that `gyre check` estimates memory from where the model's folder is not at hand."""
     family: str | None = None
     """Name of the chat format (renderer); found from the model's config when absent."""
 
@@ -59,6 +61,8 @@ class CellsConfig:
     """Device of engine and trainer: "cpu" or "cuda"."""
     accelerators: Count = 0
     """Accelerators that one cell owns; 0 on CPU."""
+    accelerator_gib: Annotated[float, Meta(gt=0)] = 80.0
+    """Memory of one accelerator in GiB, for the estimate of `gyre check`."""
     start_s: Seconds = 120.0
     """Seconds that a cell may take from its start until it is ready."""
     switch_s: Seconds = 120.0
