@@ -1,0 +1,20 @@
+"""Helper modules beside the tests are importable; roots in shared memory stay out of other tests' way."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for /dev/shm, so that a test that fails leaves nothing there."""
+    base = tmp_path / "shm"
+    base.mkdir()
+    monkeypatch.setattr("gyre_weights.shm.shm_root.__kwdefaults__", {"base": base})
+    monkeypatch.setattr("gyre_weights.shm.sweep.__kwdefaults__", {"base": base, "abandoned_s": 3600.0})
+    return base
