@@ -9,9 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+import torch
 from gyre_core import RunEvent
 from gyre_rl.config import RunConfig, load
 from gyre_rl.views import events as ev
+from gyre_tito import Store
+from transformers import AutoModelForCausalLM
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 SMALL = (
@@ -113,3 +117,28 @@ def check_counted_once(events: Sequence[ev.Event], steps: int) -> None:
     assert applied == list(range(steps))
     for step in applied:
         assert counted[step] == sum(wanted[step].values()), f"step {step}"
+
+
+def compare_logprobs(store: Store, weights: Sequence[str], *, every: int, bound: float) -> tuple[int, int]:
+    """Compare the recorded log-probabilities of every `every`-th execution with transformers', on the path that the
+    engine saw: each call that one version of `weights` sampled alone. Returns tokens compared and tokens sampled."""
+    torch.set_num_threads(1)
+    chosen = store.executions()[::every]
+    compared = 0
+    for version, folder in enumerate(weights):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for info in chosen:
+            tree = store.load_tree(info.execution)
+            for call in store.calls(info.execution):
+                if len(call.sampled_ids) == 0 or set(call.versions.tolist()) != {version}:
+                    continue
+                path = np.asarray(tree.path_ids(call.index))
+                assert path[call.prompt_len :].tolist() == call.sampled_ids.tolist()
+                with torch.no_grad():
+                    logits = model(torch.as_tensor(path[None], dtype=torch.long)).logits[0].float()
+                logprobs = torch.log_softmax(logits, -1)[call.prompt_len - 1 : len(path) - 1]
+                theirs = logprobs.gather(1, torch.as_tensor(call.sampled_ids, dtype=torch.long)[:, None])[:, 0]
+                gap = float((torch.as_tensor(call.logprobs) - theirs).abs().max())
+                assert gap < bound, f"{info.execution} call {call.index}: {gap}"
+                compared += len(call.sampled_ids)
+    return compared, sum(info.sampled_tokens for info in chosen)

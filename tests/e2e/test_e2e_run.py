@@ -22,7 +22,7 @@ from gyre_rl.run.directory import RunDirectory
 from gyre_rl.views import events as ev
 from gyre_tito import Store
 from safetensors.torch import load_file
-from small import Probe, check_counted_once, processes_of, small_config
+from small import Probe, check_counted_once, compare_logprobs, processes_of, small_config
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.timeout(400)
@@ -81,30 +81,9 @@ def test_nothing_outlives_the_run(finished: FinishedRun) -> None:
 
 def test_recorded_logprobs_are_those_of_transformers(finished: FinishedRun) -> None:
     """Law 5.1 in numbers: every token of every call that one version sampled, on the path that the engine saw."""
-    torch.set_num_threads(1)
-    chosen = finished.store.executions()[::5]
-    checked = 0
-    for version in range(3):
-        model = AutoModelForCausalLM.from_pretrained(finished.weights(version), dtype=torch.float32).eval()
-        for info in chosen:
-            tree = finished.store.load_tree(info.execution)
-            for call in finished.store.calls(info.execution):
-                if len(call.sampled_ids) == 0 or set(call.versions.tolist()) != {version}:
-                    continue
-                path = np.asarray(tree.path_ids(call.index))
-                assert path[call.prompt_len :].tolist() == call.sampled_ids.tolist()
-                checked += _compare(model, path, call)
-    assert checked > 0.95 * sum(info.sampled_tokens for info in chosen)
-
-
-def _compare(model, path, call) -> int:
-    with torch.no_grad():
-        logits = model(torch.as_tensor(path[None], dtype=torch.long)).logits[0].float()
-    logprobs = torch.log_softmax(logits, -1)[call.prompt_len - 1 : len(path) - 1]
-    ours = torch.as_tensor(call.logprobs)
-    theirs = logprobs.gather(1, torch.as_tensor(call.sampled_ids, dtype=torch.long)[:, None])[:, 0]
-    assert float((ours - theirs).abs().max()) < 1e-4
-    return len(call.sampled_ids)
+    versions = [finished.weights(version) for version in range(3)]
+    compared, sampled = compare_logprobs(finished.store, versions, every=5, bound=1e-4)
+    assert compared > 0.95 * sampled
 
 
 async def test_recorded_prompts_continue_greedily_as_in_transformers(finished: FinishedRun) -> None:

@@ -235,6 +235,10 @@ def test_the_doctor_finds_and_advises(monkeypatch, capsys):
     doctor.examine(Console(json=True))
     found = json.loads(capsys.readouterr().out)
     assert {f["what"] for f in found["findings"]} >= {"python", "disk here", "loopback", "plugins"}
+    transports = {f["what"]: f for f in found["findings"] if f["what"].startswith("kv by ")}
+    assert transports["kv by tcp"]["level"] == "ok"
+    assert "nixl" in transports["kv by nixl"]["found"].lower()
+    assert any(f["what"] == "environment vllm" for f in found["findings"])
 
     monkeypatch.setattr(doctor, "LOOKS", (lambda: iter([doctor.Finding("disk", "bad", "full", "Free some.")]),))
     with pytest.raises(SystemExit) as caught:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gyre_core.environments import find, read_spec
 from gyre_core.plugins import PluginManager
 
 from gyre_rl.cli.console import FAILED, Console
@@ -108,6 +109,29 @@ def accelerators() -> Iterator[Finding]:
     yield Finding("torch", OK, f"{version}, {count} CUDA devices" if count != "0" else f"{version}, CPU")
 
 
+def transports() -> Iterator[Finding]:
+    """How KV can travel between cells; the first usable one of this order is taken unless the move names another."""
+    from gyre_kvxfer.doctor import examine as examine_transports  # numpy: not for `gyre --help`
+
+    for found in examine_transports():
+        advice = "KV takes the next way that works; without any, sessions prefill again at their new cell."
+        yield Finding(f"kv by {found.name}", OK if found.usable else WARN, found.reason, advice)
+
+
+def environments() -> Iterator[Finding]:
+    """The environments of engines and trainers that live outside this one."""
+    for component in PluginManager.installed().components():
+        module = component.registration.target.partition(":")[0].partition(".")[0]
+        origin = importlib.util.find_spec(module)
+        spec_file = Path(origin.origin).with_name("environment.toml") if origin and origin.origin else None
+        if spec_file is None or not spec_file.is_file():
+            continue
+        spec = read_spec(spec_file)
+        python = find(spec.name, spec=spec)
+        absent = f"not built; a run that uses it needs `python tools/engine_env.py {spec.name}`, or its option `python`"
+        yield Finding(f"environment {spec.name}", OK, str(python or absent))
+
+
 def plugins() -> Iterator[Finding]:
     """What entry points bring, and what is broken."""
     manager = PluginManager.installed()
@@ -123,4 +147,12 @@ def plugins() -> Iterator[Finding]:
         yield Finding(f"plugin {broken.name}", WARN, broken.reason, fix)
 
 
-LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (interpreter, machine, network, accelerators, plugins)
+LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    interpreter,
+    machine,
+    network,
+    accelerators,
+    transports,
+    plugins,
+    environments,
+)
