@@ -44,11 +44,21 @@ class Proxy:
         self.process.stdout.close()
 
 
-async def agent(http, where, name, key, history, answers):
-    """Talks until the proxy dies; notes every answer that arrived whole."""
-    headers = {"Authorization": f"Bearer {key}"}
+class Life:
+    """An agent as it goes on over the proxy's lives: its key, its history, the request that it waits for."""
+
+    def __init__(self, name, key):
+        self.name, self.key = name, key
+        self.history = [{"role": "user", "content": "go"}]
+        self.asked = 0
+
+
+async def agent(http, where, life, answers):
+    """Talks until the proxy dies; notes every answer that arrived whole. What was asked last is asked again first,
+    under the same name."""
     while True:
-        body = {"messages": history, "max_tokens": 16}
+        headers = {"Authorization": f"Bearer {life.key}", "Idempotency-Key": str(life.asked)}
+        body = {"messages": life.history, "max_tokens": 16}
         try:
             async with http.post(f"{where}/v1/chat/completions", json=body, headers=headers) as answer:
                 said = await answer.json()
@@ -56,8 +66,9 @@ async def agent(http, where, name, key, history, answers):
         except (TimeoutError, aiohttp.ClientError, ConnectionError):
             return
         message = said["choices"][0]["message"]
-        answers.append((name, said["id"], message["content"], said["usage"]["completion_tokens"]))
-        history += [message, {"role": "user", "content": "go on"}]
+        answers.append((life.name, said["id"], message["content"], said["usage"]["completion_tokens"]))
+        life.history += [message, {"role": "user", "content": "go on"}]
+        life.asked += 1
 
 
 async def one_life(path, seed, lives, port=0):
@@ -72,11 +83,8 @@ async def one_life(path, seed, lives, port=0):
             async with http.post(
                 f"{where}/admin/v1/executions", json={"execution": name}, headers={"Authorization": "Bearer admin"}
             ) as opened:
-                lives[name] = ((await opened.json())["api_key"], [{"role": "user", "content": "go"}])
-        talks = [
-            asyncio.create_task(agent(http, where, name, key, history, answers))
-            for name, (key, history) in lives.items()
-        ]
+                lives[name] = Life(name, (await opened.json())["api_key"])
+        talks = [asyncio.create_task(agent(http, where, life, answers)) for life in lives.values()]
         await asyncio.sleep(rng.uniform(0.02, 0.35))
         proxy.kill()
         await asyncio.gather(*talks)
@@ -91,6 +99,9 @@ def run(path, rounds):
         with Store.open(path) as store:
             trees = {name: store.load_tree(name) for name in lives}
             calls = {(name, one.index): one for name in lives for one in store.calls(name)}
+        for name, life in lives.items():  # a request whose call the killed proxy had recorded is not sampled again
+            mine = sum(one == name for one, _ in calls)
+            assert life.asked <= mine <= life.asked + 1
         seen = set()
         for name, answer_id, content, size in answers:
             index = int(answer_id.rpartition("-")[2])

@@ -11,8 +11,9 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,6 +21,7 @@ from gyre_tito.backend import Backend, BackendError, GenerateCall, GenerateChunk
 from gyre_tito.chat_format import TAIL_TOKENS, ChatFormat, ParsedTurn, Tools
 from gyre_tito.execution import Plan
 from gyre_tito.growable import Growable
+from gyre_tito.notes import RetryNote
 from gyre_tito.records import CallRecord
 from gyre_tito.requests import SamplingRequest, TokenLogprob
 
@@ -43,6 +45,7 @@ class CallRun:
     def __init__(self, plan: Plan, call: GenerateCall, chat: ChatFormat, reading: Reading) -> None:
         self.plan = plan
         self.call = call
+        self.retry: RetryNote | None = None
         self.reading = reading
         self.queued = True
         self.outcome: Outcome = "running"
@@ -164,6 +167,22 @@ class CallRun:
                 self.ids.view(start).tolist(), self.logprobs.view(start).tolist(), tops, strict=False
             )
         )
+
+    def retry_note(self) -> RetryNote | None:
+        """What tells a restarted proxy which named request this call answered."""
+        if self.retry is None:
+            return None
+        top = [list(one) for one in self._top] if self._top else []
+        return msgspec.structs.replace(self.retry, stop_string=self.stop_string, top=top)
+
+    def recorded(self, call: CallRecord, retry: RetryNote) -> None:
+        """Take over what the store kept of this call."""
+        self.ids.extend(call.sampled_ids)
+        self.logprobs.extend(call.logprobs)
+        self.versions.extend(call.versions)
+        self.outcome, self.queued = cast("Outcome", call.finish), False
+        self.stop_string, self.cached_tokens, self.started_at = retry.stop_string, call.cached_tokens, call.started_at
+        self._top = list(retry.top)
 
     def record(self, requested: SamplingRequest, meta: dict[str, Any]) -> CallRecord:
         """The call as it goes to tree and store."""

@@ -7,6 +7,7 @@ the store cannot take a call, its execution takes no more: a tree with holes is 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gyre_tito.backend import Backend, GenerateCall, Sampling
@@ -15,6 +16,8 @@ from gyre_tito.calls import CallRun, Reading
 from gyre_tito.chat_format import ChatFormat, ParsedTurn
 from gyre_tito.execution import Execution, Plan
 from gyre_tito.metrics import Metrics
+from gyre_tito.notes import RetryNote, read_note
+from gyre_tito.records import CallRecord
 from gyre_tito.requests import ApiError, SamplingRequest, invalid
 from gyre_tito.schema import StoreError
 from gyre_tito.store import Store
@@ -25,7 +28,8 @@ class Limits:
     """`context_limit`: prompt plus sampled tokens that the engine can hold (None: the engine says so itself).
 
     `max_tokens`: used when a client names none. `max_in_flight` calls run at once, `max_waiting` more wait, the rest
-    are told to come back. `max_choices` bounds `n`.
+    are told to come back. `max_choices` bounds `n`. `retry_grace_s`: how long a request that its client named goes on
+    after the client has gone, so that it can be asked for again.
     """
 
     context_limit: int | None = None
@@ -33,6 +37,7 @@ class Limits:
     max_in_flight: int = 1024
     max_waiting: int = 4096
     max_choices: int = 64
+    retry_grace_s: float = 10.0
 
 
 class Dispatcher:
@@ -61,31 +66,57 @@ class Dispatcher:
     def launch(
         self,
         execution: Execution,
-        plans: list[Plan],
+        plans: Sequence[Plan],
         requested: SamplingRequest,
         reading: Reading,
         dialect: str,
         prefill: str = "",
+        retries: Sequence[RetryNote] = (),
     ) -> Batch:
-        """Start the calls of one request."""
-        batch = Batch(execution, requested, prefill)
+        """Start the calls of one request. `retries`: for a named one, what each call notes of it."""
+        batch = Batch(execution, requested, prefill, self._limits.retry_grace_s if retries else 0.0)
         for number, plan in enumerate(plans):
-            call = GenerateCall(
-                call_id=f"{execution.info.execution}#{plan.index}",
-                execution=execution.info.execution,
-                session=plan.session.info.session,
-                prompt_ids=plan.prompt_ids,
-                new_from=plan.new_from,
-                sampling=self._sampling(requested, len(plan.prompt_ids), number),
-                purpose=execution.info.purpose,
-            )
-            run = CallRun(plan, call, self._chat, reading)
+            run = CallRun(plan, self._call(execution, plan, requested, number), self._chat, reading)
+            run.retry = retries[number] if retries else None
             batch.add(run)
         for run in batch.runs:
             task = asyncio.create_task(self._drive(batch, run, dialect))
             batch.tasks.append(task)
             self._keep(task, execution, run)
         return batch
+
+    def repeat(
+        self,
+        execution: Execution,
+        calls: Sequence[tuple[CallRecord, bytes]],
+        requested: SamplingRequest,
+        reading: Reading,
+        prefill: str = "",
+        forced: str = "",
+    ) -> Batch:
+        """The calls of one request as they were recorded; nothing is sampled. Error: `StoreError`, they are gone."""
+        batch = Batch(execution, requested, prefill, repeated=True)
+        for number, (call, data) in enumerate(calls):
+            note = read_note(data)
+            plan = execution.plan_again(call, forced)
+            run = CallRun(plan, self._call(execution, plan, requested, number), self._chat, reading)
+            if note.retry is None:
+                raise StoreError(f"call {run.call.call_id} has lost the note of the request that it answered")
+            run.recorded(call, note.retry)
+            batch.add(run)
+            execution.told_again(call, note, batch.seen_turn(run, run.turn()))
+        return batch
+
+    def _call(self, execution: Execution, plan: Plan, requested: SamplingRequest, number: int) -> GenerateCall:
+        return GenerateCall(
+            call_id=f"{execution.info.execution}#{plan.index}",
+            execution=execution.info.execution,
+            session=plan.session.info.session,
+            prompt_ids=plan.prompt_ids,
+            new_from=plan.new_from,
+            sampling=self._sampling(requested, len(plan.prompt_ids), number),
+            purpose=execution.info.purpose,
+        )
 
     def _keep(self, task: asyncio.Task[None], execution: Execution, run: CallRun) -> None:
         """Hold a call until it ends, however it ends (a task that is cancelled at once never runs)."""
@@ -161,7 +192,7 @@ class Dispatcher:
                 except Exception as error:  # noqa: BLE001 - the boundary to foreign parsers: the tokens are kept anyway
                     run.error = error
         call = run.record(batch.requested, {"dialect": dialect})
-        note = execution.record(run.plan, call, turn)
+        note = execution.record(run.plan, call, turn, None if turn is None else run.retry_note())
         fresh = None if run.plan.session.stored else run.plan.session.info
         run.plan.session.stored = True
         with self._metrics.phase("commit"):

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,23 +22,15 @@ from gyre_tito.chat_format import TAIL_TOKENS, ChatFormat, ParsedTurn
 from gyre_tito.growable import Growable
 from gyre_tito.matching import Match, Matcher, Recorded, TextHistory
 from gyre_tito.messages import Message, reasoning_digest
+from gyre_tito.notes import Note, RetryNote, TextNote, pack_note, read_note
 from gyre_tito.records import CallRecord, ExecutionInfo, Link, SessionInfo
 from gyre_tito.requests import Transcript, invalid
+from gyre_tito.retries import Attempts
 from gyre_tito.tree import TrajectoryTree, common_prefix
 
 _BUFFERS = 8
 _INLINE_BYTES = 16_384
 _NOTHING = np.empty(0, dtype=np.int32)
-
-
-class _Note(msgspec.Struct, frozen=True, array_like=True):
-    """What the store keeps of a call so that a restarted proxy can match against it."""
-
-    request: bytes
-    answer: bytes
-    reasoning: bytes
-    head: bytes
-    count: int
 
 
 @dataclass(slots=True)
@@ -91,6 +82,7 @@ class Execution:
         self._prompts: dict[bytes, int] = {}
         self._buffers: OrderedDict[int, Growable[np.int32]] = OrderedDict()
         self._session_of: dict[int, str] = {}
+        self.attempts = Attempts()
         self._next = 0
         self._recent = ""
 
@@ -103,9 +95,13 @@ class Execution:
         state = self._session(call.session)
         state.last_call = call.index
         self._session_of[call.index] = call.session
-        if not note:
+        kept = read_note(note)
+        if kept.retry is not None:
+            self.attempts.restore(call.index, kept.retry)
+        if kept.text is not None:
+            self._texts.restore(kept.text.size, kept.text.digest, call.index, kept.text.tokens)
+        if not kept.request:
             return
-        kept = msgspec.msgpack.decode(note, type=_Note)
         state.head, state.count = kept.head, kept.count
         self._prompts.setdefault(kept.request, call.index)
         if kept.answer:
@@ -262,7 +258,7 @@ class Execution:
 
     # -- recording -----------------------------------------------------------------------------------------------
 
-    def record(self, plan: Plan, call: CallRecord, turn: ParsedTurn | None) -> bytes:
+    def record(self, plan: Plan, call: CallRecord, turn: ParsedTurn | None, retry: RetryNote | None = None) -> bytes:
         """Put a finished call into the tree; `turn` is what the client is told (None: it is told nothing).
 
         Returns the note that belongs with the call in the store.
@@ -276,19 +272,48 @@ class Execution:
             while len(self._buffers) > _BUFFERS:
                 self._buffers.popitem(last=False)
         if plan.match is None:
-            if plan.text is not None and turn is not None:
-                stopped = call.finish == "stop" and int(call.sampled_ids[-1]) in self.chat.stop_ids
-                self._texts.add(plan.text + turn.content, call.index, call.path_len - stopped)
-            return b""
+            return pack_note(Note(retry=retry, text=self._note_text(plan, call, turn)))
         name, reasoning = b"", b""
         if turn is not None:
-            message = Message("assistant", turn.content, turn.reasoning, turn.tool_calls)
-            reasoning = reasoning_digest(turn.reasoning)
-            recorded = Recorded(call.index, plan.session.info.session, reasoning)
-            name = self._matcher.answered(plan.match.chain, message, recorded)
+            name, reasoning = self._note_turn(plan.match.chain, call, turn)
         self._prompts.setdefault(plan.match.chain, call.index)
-        note = _Note(plan.match.chain, name, reasoning, plan.match.head, plan.match.count)
-        return msgspec.msgpack.encode(note)
+        return pack_note(Note(plan.match.chain, name, reasoning, plan.match.head, plan.match.count, retry))
+
+    def _note_turn(self, chain: bytes, call: CallRecord, turn: ParsedTurn) -> tuple[bytes, bytes]:
+        """Recognise this turn from now on; (name of the history that it ends, digest of its reasoning)."""
+        message = Message("assistant", turn.content, turn.reasoning, turn.tool_calls)
+        reasoning = reasoning_digest(turn.reasoning)
+        return self._matcher.answered(chain, message, Recorded(call.index, call.session, reasoning)), reasoning
+
+    def _note_text(self, plan: Plan, call: CallRecord, turn: ParsedTurn | None) -> TextNote | None:
+        if plan.text is None or turn is None:
+            return None
+        stopped = call.finish == "stop" and int(call.sampled_ids[-1]) in self.chat.stop_ids
+        size, digest = self._texts.add(plan.text + turn.content, call.index, call.path_len - stopped)
+        return TextNote(size, digest, call.path_len - stopped)
+
+    # -- telling again -------------------------------------------------------------------------------------------
+
+    def plan_again(self, call: CallRecord, forced: str) -> Plan:
+        """The plan of a call that is recorded; `forced` is the text that its prompt ended with."""
+        return Plan(
+            index=call.index,
+            session=self.sessions[call.session],
+            parent=call.parent,
+            prefix_len=call.prefix_len,
+            context_ids=call.context_ids,
+            prompt_ids=self.tree.path_ids(call.index, call.prompt_len),
+            new_from=0,
+            link=call.link,
+            buffer=Growable(np.int32),
+            match=None,
+            forced=self.chat.encode(forced) if forced else _NOTHING,
+        )
+
+    def told_again(self, call: CallRecord, note: Note, turn: ParsedTurn) -> None:
+        """A client was told a recorded answer again; how it reads now is recognised too."""
+        if note.request:
+            self._note_turn(note.request, call, turn)
 
     def closed(self, info: ExecutionInfo) -> None:
         """Take over the final verdict and drop what only a running execution needs."""

@@ -182,9 +182,15 @@ class TextHistory:
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
 
-    def add(self, text: str, call: int, length: int) -> None:
-        """The first `length` tokens of `call`'s path say `text`."""
-        self._known[len(text), _text_digest(text)] = (call, length)
+    def add(self, text: str, call: int, length: int) -> tuple[int, bytes]:
+        """The first `length` tokens of `call`'s path say `text`; returns its size and digest, for `restore`."""
+        size, digest = len(text), _text_digest(text)
+        self.restore(size, digest, call, length)
+        return size, digest
+
+    def restore(self, size: int, digest: bytes, call: int, length: int) -> None:
+        """Put back what `add` noted in an earlier life of the process."""
+        self._known[size, digest] = (call, length)
         while len(self._known) > _CURSORS:
             self._known.popitem(last=False)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from gyre_tito.admin import admin_routes
+from gyre_tito.batch import Reader
 from gyre_tito.dialects import common, completions
 from gyre_tito.dialects.anthropic import AnthropicMessages, anthropic_error, read_count
 from gyre_tito.dialects.chat import ChatCompletions
@@ -24,6 +25,7 @@ from gyre_tito.dialects.responses import Responses
 from gyre_tito.execution import Execution
 from gyre_tito.messages import HistoryError
 from gyre_tito.requests import ApiError, Piece
+from gyre_tito.retries import HEADER, request_name
 from gyre_tito.schema import StoreError
 from gyre_tito.service import TitoService
 
@@ -117,37 +119,47 @@ class AgentRoutes:
             body = await self._body(request)
             with service.metrics.phase("read"):
                 asked, stream = dialect.request(body, len(service.chat_format.tokenizer))
-            batch = await service.chat(execution, asked, _session(request))
+            session = _session(request)
+            name = request_name(request.headers.get(HEADER, ""), session, dialect.name, body)
+            reader = await service.chat(execution, asked, session, name)
             if stream:
-                return await self._stream(request, batch.stream(), dialect.stream(asked, service.model))
-            answer = await batch.finish()
+                return await self._stream(request, [reader], reader.stream(), dialect.stream(asked, service.model))
+            answer = await reader.finish()
             with service.metrics.phase("respond"):
-                return _json(dialect.response(asked, answer, service.model))
+                return _json(dialect.response(asked, answer, service.model), [reader])
 
         return self._guard(handle, dialect.error, dialect.name)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         service = self._service
         execution = self._execution(request)
-        asked, stream = completions.read(await self._body(request), len(service.chat_format.tokenizer))
-        batches = await service.text(execution, asked, _session(request))
-        if stream:
-            pieces = completions.merged([batch.stream() for batch in batches], asked.sampling.n)
-            return await self._stream(request, pieces, completions.TextStream(asked, service.model))
+        body = await self._body(request)
+        asked, stream = completions.read(body, len(service.chat_format.tokenizer))
+        session = _session(request)
+        name = request_name(request.headers.get(HEADER, ""), session, "completions", body)
+        readers = await service.text(execution, asked, session, name)
         try:
-            answers = [await batch.finish() for batch in batches]
+            if stream:
+                pieces = completions.merged([reader.stream() for reader in readers], asked.sampling.n)
+                return await self._stream(request, readers, pieces, completions.TextStream(asked, service.model))
+            answers = [await reader.finish() for reader in readers]
         finally:
-            for batch in batches:
-                batch.cancel()
-        return _json(completions.response(asked, answers, service.model))
+            for reader in readers:
+                reader.leave()
+        return _json(completions.response(asked, answers, service.model), readers)
 
     async def _stream(
-        self, request: web.Request, pieces: AsyncGenerator[Piece], writer: StreamWriter
+        self,
+        request: web.Request,
+        readers: Sequence[Reader],
+        pieces: AsyncGenerator[Piece],
+        writer: StreamWriter,
     ) -> web.StreamResponse:
         """Write a stream. The first piece is awaited before the header, so that early errors keep their status."""
         async with contextlib.aclosing(pieces):
             first = await anext(pieces)
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            head = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **_repeated(readers)}
+            response = web.StreamResponse(headers=head)
             await response.prepare(request)
             try:
                 await response.write(common.write(writer, first))
@@ -257,8 +269,13 @@ def _session(request: web.Request) -> str | None:
     return request.match_info.get("session") or request.headers.get(SESSION_HEADER) or None
 
 
-def _json(value: Mapping[str, Any]) -> web.Response:
-    return web.Response(body=_encode(value), content_type="application/json")
+def _json(value: Mapping[str, Any], readers: Sequence[Reader] = ()) -> web.Response:
+    return web.Response(body=_encode(value), content_type="application/json", headers=_repeated(readers))
+
+
+def _repeated(readers: Sequence[Reader]) -> dict[str, str]:
+    """Says so if the answer is one that was given, or is being given, to an earlier request."""
+    return {"Idempotent-Replayed": "true"} if any(reader.repeated for reader in readers) else {}
 
 
 async def _health(_: web.Request) -> web.Response:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from gyre_tito.backend import Backend
-from gyre_tito.batch import Batch
+from gyre_tito.batch import Batch, Joined, Reader
 from gyre_tito.calls import Reading
 from gyre_tito.chat_format import ChatFormat
 from gyre_tito.dispatch import Dispatcher, Limits
 from gyre_tito.execution import Execution
 from gyre_tito.metrics import Metrics
 from gyre_tito.records import (
+    CallRecord,
     ExecutionInfo,
     ExecutionSpec,
     OpenedExecution,
@@ -28,6 +30,7 @@ from gyre_tito.records import (
     Status,
 )
 from gyre_tito.requests import ApiError, ChatRequest, TextRequest, Transcript, invalid
+from gyre_tito.retries import Answered, RequestName, retry_notes
 from gyre_tito.schema import StoreError
 from gyre_tito.shard import Shard
 from gyre_tito.store import Store
@@ -162,15 +165,14 @@ class TitoService:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    async def chat(self, execution: Execution, request: ChatRequest, session: str | None) -> Batch:
-        """Start answering a chat request; `finish` or `stream` the batch."""
-        self._dispatcher.admit(execution, request.sampling)
-        transcript = request.transcript
+    async def chat(
+        self, execution: Execution, request: ChatRequest, session: str | None, name: RequestName | None = None
+    ) -> Reader:
+        """Start answering a chat request; `finish` or `stream` what comes back. `name`: see `gyre_tito.retries`."""
         opening = self._call_opening(request)
+        transcript = request.transcript
         if opening:
             transcript = replace(transcript, prefill=transcript.prefill + opening)
-        with self.metrics.phase("plan"):
-            plans = await execution.plan(transcript, session, request.sampling.n, self._pool)
         reading = Reading(
             tools=transcript.tools,
             read_calls=request.tool_choice != "none" and bool(transcript.tools),
@@ -178,7 +180,80 @@ class TitoService:
             stop=request.sampling.stop,
         )
         prefill = request.transcript.prefill
-        return self._dispatcher.launch(execution, plans, request.sampling, reading, transcript.dialect, prefill)
+
+        async def start() -> Sequence[Batch]:
+            self._dispatcher.admit(execution, request.sampling)
+            with self.metrics.phase("plan"):
+                plans = await execution.plan(transcript, session, request.sampling.n, self._pool)
+            notes = retry_notes(name, plans)
+            launch = self._dispatcher.launch
+            return [launch(execution, plans, request.sampling, reading, transcript.dialect, prefill, notes)]
+
+        def repeat(calls: Sequence[tuple[CallRecord, bytes]]) -> Sequence[Batch]:
+            again = self._dispatcher.repeat
+            return [again(execution, calls, request.sampling, reading, prefill, transcript.prefill)]
+
+        return (await self._once(execution, name, start, repeat))[0]
+
+    async def text(
+        self, execution: Execution, request: TextRequest, session: str | None, name: RequestName | None = None
+    ) -> Sequence[Reader]:
+        """Start a plain completion; one reader for every prompt."""
+        reading = Reading(stop=request.sampling.stop, chat=False)
+        n = request.sampling.n
+
+        async def start() -> Sequence[Batch]:
+            self._dispatcher.admit(execution, request.sampling)
+            with self.metrics.phase("plan"):
+                plans = [plan for prompt in request.prompts for plan in execution.plan_text(prompt, session, n)]
+            notes = retry_notes(name, plans)
+            launch = self._dispatcher.launch
+            batches: list[Batch] = []
+            try:
+                for at in range(0, len(plans), n):
+                    mine, noted = plans[at : at + n], notes[at : at + n]
+                    batches.append(launch(execution, mine, request.sampling, reading, "completions", "", noted))
+            except ApiError:
+                for batch in batches:
+                    batch.cancel()
+                raise
+            return batches
+
+        def repeat(calls: Sequence[tuple[CallRecord, bytes]]) -> Sequence[Batch]:
+            again = self._dispatcher.repeat
+            parts = [calls[at : at + n] for at in range(0, len(calls), n)]
+            return [again(execution, part, request.sampling, reading) for part in parts]
+
+        return await self._once(execution, name, start, repeat)
+
+    async def _once(
+        self,
+        execution: Execution,
+        name: RequestName | None,
+        start: Callable[[], Awaitable[Sequence[Batch]]],
+        repeat: Callable[[Sequence[tuple[CallRecord, bytes]]], Sequence[Batch]],
+    ) -> Sequence[Reader]:
+        """Start a request, unless it is one that runs or was answered already."""
+        if name is None:
+            return await start()
+        while True:
+            found = execution.attempts.find(name)
+            if isinstance(found, Answered):
+                self.metrics.count("repeats", "recorded")
+                return repeat(self.store.calls_with_match(execution.info.execution, found.calls))
+            if found is None:
+                break
+            if batches := await found.batches():
+                self.metrics.count("repeats", "joined")
+                return [Joined(batch) for batch in batches]
+        attempt = execution.attempts.begin(name)
+        try:
+            started = await start()
+        except BaseException:
+            execution.attempts.refused(name, attempt)
+            raise
+        execution.attempts.runs(name, attempt, started)
+        return started
 
     def _call_opening(self, request: ChatRequest) -> str:
         """Text that forces a tool call; it is context, not sampled. Error: the format has no such text."""
@@ -193,17 +268,6 @@ class TitoService:
                 "tool_choice",
             )
         return opening
-
-    async def text(self, execution: Execution, request: TextRequest, session: str | None) -> list[Batch]:
-        """Start a plain completion; one batch for every prompt."""
-        self._dispatcher.admit(execution, request.sampling)
-        reading = Reading(stop=request.sampling.stop, chat=False)
-        batches = []
-        for prompt in request.prompts:
-            with self.metrics.phase("plan"):
-                plans = execution.plan_text(prompt, session, request.sampling.n)
-            batches.append(self._dispatcher.launch(execution, plans, request.sampling, reading, "completions"))
-        return batches
 
     async def count_tokens(self, transcript: Transcript) -> int:
         """Tokens of a fresh prompt with these messages."""

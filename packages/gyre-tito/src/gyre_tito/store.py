@@ -10,6 +10,7 @@ import hashlib
 import sqlite3
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -196,11 +197,21 @@ class Store:
         """The calls of an execution in the order in which they reached the disk, so that parents come first."""
         return [call for call, _ in self.calls_with_match(execution)]
 
-    def calls_with_match(self, execution: str) -> list[tuple[CallRecord, bytes]]:
-        """Calls with the proxy's own note about which request each one answered."""
-        rows = self._rows(f"SELECT {schema.CALL_COLUMNS} FROM calls WHERE execution=? ORDER BY rowid", (execution,))
+    def calls_with_match(self, execution: str, only: Sequence[int] | None = None) -> list[tuple[CallRecord, bytes]]:
+        """Calls with the proxy's own note about which request each one answered. `only`: these, in this order."""
+        chosen = "" if only is None else f" AND idx IN ({','.join('?' * len(only))})"
+        rows = self._rows(
+            f"SELECT {schema.CALL_COLUMNS} FROM calls WHERE execution=?{chosen} ORDER BY rowid",
+            (execution, *(only or ())),
+        )
         with self._lock:
-            return [(schema.row_to_call(row, self._packer), row[22] or b"") for row in rows]
+            found = [(schema.row_to_call(row, self._packer), row[22] or b"") for row in rows]
+        if only is None:
+            return found
+        by_index = {call.index: (call, note) for call, note in found}
+        if len(by_index) != len(set(only)):
+            raise StoreError(f"reading {self.path}: not all of calls {list(only)} of {execution!r} are there")
+        return [by_index[index] for index in only]
 
     def load_tree(self, execution: str) -> TrajectoryTree:
         """The trajectory tree of an execution. Error: no such execution."""
