@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from gyre_core import PluginManager
+
 from gyre_rl.cli.console import Console
+from gyre_rl.cli.offers import engine_problems, make_engine, missing
 from gyre_rl.cli.preflight import preflight
 from gyre_rl.cli.rundirs import place_run
 from gyre_rl.cli.sizing import memory_line, memory_problems
@@ -18,17 +21,21 @@ from gyre_rl.config import RunConfig, RunConfigError, dumps, load
 def check_config(source: Path, sets: Sequence[str], console: Console, *, machine: bool, show: bool) -> None:
     """Say what the run would be; RunConfigError with every problem of the file, or of this machine."""
     config = place_run(load(source, sets))
-    if problems := list(memory_problems(config)):
+    offered = make_engine(config, PluginManager.installed()).capabilities
+    if problems := [*memory_problems(config), *engine_problems(config, offered)]:
         raise RunConfigError(f"of {config.name!r}", problems)
     if machine:
         preflight(config, Path(config.dir or ""))
     memory = memory_line(config)
     where = "on this machine" if machine else "as a file; this machine was not looked at"
-    text = f"{dumps(config)}\n" if show else f"{outline(config)}\n"
-    console.result({"ok": True, "name": config.name, "memory": memory, "config": dumps(config)}, f"{text}Good {where}.")
+    text = f"{dumps(config)}\n" if show else f"{outline(config, missing(offered))}\n"
+    console.result(
+        {"ok": True, "name": config.name, "memory": memory, "engine": missing(offered), "config": dumps(config)},
+        f"{text}Good {where}.",
+    )
 
 
-def outline(config: RunConfig) -> str:
+def outline(config: RunConfig, engine_lacks: Sequence[str]) -> str:
     """The run in a few lines."""
     cells, rollout = config.cells, config.rollout
     executions = rollout.tasks_per_step * rollout.group_size
@@ -47,5 +54,6 @@ def outline(config: RunConfig) -> str:
                 ("harness", config.harness), ("sandbox", config.sandbox), ("launcher", config.launcher),
             )
         )),
+        ("engine", "; ".join(engine_lacks)),
     ]  # fmt: skip
     return "\n".join(f"{name:>8}  {text}" for name, text in lines if text)

@@ -1,0 +1,45 @@
+"""What the chosen engine cannot do and what the run then does instead, said before anything starts.
+
+Invariant: makes the engine object and starts nothing. A server that runs elsewhere may turn out to offer less; the run
+says so when it reaches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from gyre_core import ComponentContext, Engine, EngineCapability, Kind, PluginManager
+
+from gyre_rl.config import Problem, RunConfig
+
+WITHOUT = {
+    EngineCapability.KV_MOVE: "a session that changes its cell prefills again there",
+    EngineCapability.SEED: "seeds have no effect on sampling",
+    EngineCapability.PAUSE: "it cannot be paused",
+}
+"""What lacking a capability means for a run."""
+
+
+def make_engine(config: RunConfig, plugins: PluginManager) -> Engine:
+    """The engine as a cell would make it, not started."""
+    context = ComponentContext(
+        ".", "check", config.seed, config.cells.device, config.cells.threads, config.cells.accelerators, config.base_dir
+    )
+    engine: Engine = plugins.create(Kind.ENGINE, config.engine.name, config.engine.options, context)
+    return engine
+
+
+def missing(offered: Iterable[EngineCapability]) -> list[str]:
+    """In words: each capability that is not offered, with what it means."""
+    return [f"no {capability}: {meaning}" for capability, meaning in WITHOUT.items() if capability not in set(offered)]
+
+
+def engine_problems(config: RunConfig, offered: Iterable[EngineCapability]) -> Iterator[Problem]:
+    """What keeps this engine from serving this run."""
+    turning = config.cells.count > 1 and config.scheduler.policy != "static"
+    if turning and EngineCapability.SLEEP not in set(offered):
+        yield Problem(
+            "scheduler.policy",
+            f"got {config.scheduler.policy!r} with the engine {config.engine.name!r}, which cannot give its memory "
+            'back, so that no cell can turn to TRAIN; expected "static", or an engine that can sleep',
+        )
