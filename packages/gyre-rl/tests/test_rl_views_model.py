@@ -133,10 +133,13 @@ def test_executions_are_counted_by_purpose_and_status():
 
 
 def test_moves_and_switches():
-    moves = [ev.SessionMoved("s", "a#1", "b#1", carried, bytes=10) for carried in (True, False, True)]
+    moves = [
+        ev.SessionMoved("s", "a#1", "b#1", carried, tokens=7, bytes=10 * carried) for carried in (True, False, True)
+    ]
     switches = [ev.Switched("a#1", "TRAIN", 1.0, ok=i > 0) for i in range(RECENT + 3)]
     state = run(BEGIN, *moves, *switches)
     assert (state.totals.sessions_rerouted, state.totals.kv_moved_sessions, state.totals.kv_moved_bytes) == (3, 2, 20)
+    assert state.totals.prefilled_again_tokens == 7
     assert (state.totals.switches, state.totals.failed_switches, len(state.switches)) == (RECENT + 2, 1, RECENT)
 
 

@@ -45,6 +45,8 @@ class RunDriver:
     counts: Counts = field(default_factory=Counts)
     reasons: dict[CellId, str] = field(default_factory=dict)
     """Why each cell was last told to change its state."""
+    contexts: dict[str, int] = field(default_factory=dict)
+    """Living session -> tokens of its context, as last seen."""
     group_left: Callable[[str], None] = lambda group: None
     evaluations: dict[str, asyncio.Event] = field(default_factory=dict)
     """Evaluation groups and whether all their executions have ended."""
@@ -87,7 +89,7 @@ class RunDriver:
                 str(src),
                 str(dst),
                 report.carried,
-                report.tokens,
+                report.tokens if report.carried else self.contexts.get(session, 0),
                 report.bytes,
                 report.seconds,
                 interrupt,

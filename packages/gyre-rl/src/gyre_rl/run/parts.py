@@ -177,17 +177,20 @@ class Parts:
         return None
 
     async def _route(self, ask: RouteAsk) -> Route:
-        if ask.session not in self.sessions:
+        if first := ask.session not in self.sessions:
             owner = self.rollout.owners.get(ask.execution)
             if owner is None:
                 raise InfrastructureError(f"routing a call of {ask.session}", got="an execution that has ended")
             self.sessions[ask.session] = owner
+        self.driver.contexts[ask.session] = ask.prompt_tokens
+        if first:
             self.post(sched.SessionStarted(time.monotonic(), ask.session, owner))
         cell = CellId(*await self.runner.route(ask.session, ask.prompt_tokens, ask.prefix))
         return Route(str(cell), self.cells.info(cell).child.reach().base_url)
 
     def _call_over(self, event: CallOver) -> None:
         if event.session in self.sessions:
+            self.driver.contexts[event.session] = event.context_tokens
             self.post(sched.CallEnded(time.monotonic(), event.session, event.context_tokens))
 
     def _load(self, cell: CellId, load: EngineLoad) -> None:
@@ -208,6 +211,7 @@ class Parts:
         prefix = f"{recorded}/"
         for session in [name for name in self.sessions if name.startswith(prefix)]:
             del self.sessions[session]
+            self.driver.contexts.pop(session, None)
 
     # -- deaths ----------------------------------------------------------------------------------------------
     def on_loss(self, cell: CellId, reason: str) -> None:

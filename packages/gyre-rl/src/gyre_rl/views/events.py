@@ -119,7 +119,7 @@ class SessionMoved(Event):
     carried: bool
     """With its KV; else it is prefilled again."""
     tokens: int = 0
-    """Context of the session, tokens."""
+    """Context of the session, tokens: carried as KV, or to be prefilled again."""
     bytes: int = 0
     seconds: float = 0.0
     interrupt: bool = False

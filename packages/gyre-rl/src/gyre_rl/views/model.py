@@ -79,6 +79,7 @@ class Totals:
     sessions_rerouted: int = 0
     kv_moved_sessions: int = 0
     kv_moved_bytes: int = 0
+    prefilled_again_tokens: int = 0
     contributions: int = 0
     leases_returned: int = 0
     cells_lost: int = 0
@@ -225,6 +226,8 @@ def _session_moved(state: RunState, event: ev.SessionMoved, time: float) -> RunS
             kv_moved_sessions=totals.kv_moved_sessions + 1,
             kv_moved_bytes=totals.kv_moved_bytes + event.bytes,
         )
+    else:
+        totals = replace(totals, prefilled_again_tokens=totals.prefilled_again_tokens + event.tokens)
     return replace(state, totals=totals)
 
 

@@ -105,6 +105,8 @@ def _tiles(line: Timeline) -> str:
     tiles.append(("steps", steps, skipped))
     tiles.append(("role switches", f"{totals.switches}", f"{totals.satellite_joins} satellites joined in mid-step"))
     kv = f"{totals.kv_moved_sessions} with their KV ({words.size(totals.kv_moved_bytes)})"
+    if totals.prefilled_again_tokens:
+        kv += f", {words.count(totals.prefilled_again_tokens)} tokens prefilled again"
     tiles.append(("sessions re-routed", f"{totals.sessions_rerouted}", kv))
     tiles.append(("executions", f"{totals.executions}", f"{totals.partial_scores} scored partially"))
     trees = f"{totals.sub_agents} sub-agents, {totals.compactions} compactions"
