@@ -1,16 +1,26 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from gyre_core import ComponentContext, GenerateChunk, GenerateRequest, SamplingParams, WeightSource
+from gyre_core.environments import find, read_spec
+from gyre_core.settings import inherited_environment
 from gyre_vllm.engine import VLLMEngine
+from gyre_vllm.launch import ENVIRONMENT, Place, interpreter, launch_plan
 from gyre_vllm.options import VLLMOptions
+from gyre_vllm.process import KEEPER, free_port, telling_lines
 
 
 def load_beside(name: str) -> ModuleType:
@@ -87,3 +97,79 @@ async def served(fake: ModuleType, context: ComponentContext, sources: list[Weig
     for server, engine in made:
         await engine.close()
         await server.stop()
+
+
+# -- the real server ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RealServer:
+    """A vLLM that serves tiny random Qwen3 models for all tests of a session."""
+
+    url: str
+    sources: list[WeightSource]
+    vocab: int
+    block: int
+    max_context: int
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The interpreter of the environment with vLLM; skips without one."""
+    python = os.environ.get("GYRE_VLLM_PYTHON") or find("vllm", spec=read_spec(ENVIRONMENT))
+    if python is None:
+        pytest.skip("no environment with vLLM: run tools/engine_env.py vllm, or set GYRE_VLLM_PYTHON")
+    return str(python)
+
+
+@pytest.fixture(scope="session")
+def tiny_sources(tmp_path_factory: pytest.TempPathFactory) -> list[WeightSource]:
+    """Versions 0, 1 and 2 of a tiny random Qwen3."""
+    root, models = tmp_path_factory.mktemp("qwen3"), load_beside("vllm_models")
+    return [WeightSource(seed, str(models.save(root / str(seed), seed))) for seed in range(3)]
+
+
+@pytest.fixture(scope="session")
+def real_server(
+    vllm_python: str, tiny_sources: list[WeightSource], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealServer]:
+    """One server for the session; GYRE_VLLM_URL takes one that runs already with the same model and sizes."""
+    vocab, block, limit = load_beside("vllm_models").VOCAB, 32, 512
+    if url := os.environ.get("GYRE_VLLM_URL"):
+        yield RealServer(url, tiny_sources, vocab, block, limit)
+        return
+    options = VLLMOptions(
+        python=vllm_python, dtype="float32", max_context=limit, max_running=16, kv_cache_gb=0.1,
+        arguments=("--block-size", str(block)),
+    )  # fmt: skip
+    place = Place("127.0.0.1", free_port("127.0.0.1"), seed=1)
+    plan = launch_plan(options, tiny_sources[0].location, interpreter(options), place)
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    env = inherited_environment() | dict(plan.env)
+    words = [sys.executable, str(KEEPER), "15", *plan.argv]
+    with (
+        log.open("ab") as out,
+        subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=out, stderr=out, env=env, start_new_session=True
+        ) as process,
+    ):
+        try:
+            _until_healthy(plan.url, process, log)
+            yield RealServer(plan.url, tiny_sources, vocab, block, limit)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(60)
+
+
+def _until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 800
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(url + "/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    pytest.fail(f"vLLM did not start: {telling_lines(log)}")

@@ -91,7 +91,7 @@ async def test_an_update_that_cannot_be_read_does_not_even_pause(
     server, engine = await served()
     short = Path(fake.write_weights(tmp_path / "short", 50)) / "model.safetensors"
     short.write_bytes(short.read_bytes()[:-3])
-    other = fake.write_weights(tmp_path / "other", 50, names=("w", "extra"))
+    other = fake.write_weights(tmp_path / "other", 50, names=("w", "lm_head.weight", "extra"))
     for location in (str(tmp_path / "missing"), str(short.parent), other):
         with pytest.raises(InfrastructureError):
             await engine.update_weights(WeightSource(9, location))

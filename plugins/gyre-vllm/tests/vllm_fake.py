@@ -22,7 +22,7 @@ from aiohttp import web
 VOCAB, BLOCK, CONTEXT = 97, 8, 256
 
 
-def write_weights(folder: Path, number: int, names: Sequence[str] = ("w",)) -> str:
+def write_weights(folder: Path, number: int, names: Sequence[str] = ("w", "lm_head.weight")) -> str:
     """A model folder whose one tensor holds `number`."""
     folder.mkdir(parents=True, exist_ok=True)
     header = {n: {"dtype": "I64", "shape": [1], "data_offsets": [8 * i, 8 * i + 8]} for i, n in enumerate(names)}
@@ -284,11 +284,16 @@ class FakeVLLM:
         self.asleep = True
         return {"before": 10, "after": 1}
 
-    async def _do_gyre_wake(self, location: str) -> dict[str, Any]:
+    def _do_gyre_wake(self) -> dict[str, Any]:
         assert self.asleep
         self.asleep = False
-        await self._do_reload_weights(location)
         return {"after": 10}
+
+    async def _do_gyre_load(self, location: str, package: str) -> dict[str, Any]:
+        assert not self.asleep
+        assert (Path(package) / "__init__.py").exists()
+        await self._do_reload_weights(location)
+        return {"repacked": []}
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=503 if "unhealthy" in self.faults else 200)

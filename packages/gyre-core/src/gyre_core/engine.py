@@ -86,8 +86,8 @@ class GenerateRequest:
 class GenerateChunk:
     """Tokens sampled since the last chunk; the three sequences have equal length.
 
-    The last chunk of a call has `finish` set and may be empty of tokens. `cached_tokens` is set on the first:
-    prompt tokens whose KV was found, not computed.
+    The last chunk of a call has `finish` set and may be empty of tokens. `cached_tokens` is set on exactly one chunk,
+    the first that can tell (some servers tell at the end): prompt tokens whose KV was found, not computed.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -19,10 +19,10 @@ from contextlib import asynccontextmanager
 from gyre_core import CapabilityError, ComponentContext, InfrastructureError, PauseMode, WeightSource
 
 from gyre_vllm.calls import Cut, RunningCall
-from gyre_vllm.folders import ModelFolder, read_folder, require_same
 from gyre_vllm.options import VLLMOptions
 from gyre_vllm.server import Server, launch
 from gyre_vllm.state import EngineState, Phase
+from gyre_vllm.weights import PACKAGE, ModelVersion, read_version, require_same
 from gyre_vllm.wire import ID_PREFIX
 
 log = logging.getLogger("gyre.vllm")
@@ -37,7 +37,7 @@ class Changes:
         self._options, self._context, self._state = options, context, state
         self.timings: dict[str, float] = {}
         self._lock = asyncio.Lock()
-        self._folder: ModelFolder | None = None
+        self._model: ModelVersion | None = None
         self._watch: asyncio.Task[None] | None = None
         self._lives = 0
 
@@ -62,17 +62,17 @@ class Changes:
         async with self._timed("start"):
             if self._state.phase is not Phase.NEW:
                 raise InfrastructureError("starting vLLM", got="a second start", expected="one")
-            self._folder = await self._read(source)
-            await self._up(source, load=bool(self._options.url))
+            self._model = await self._read(source)
+            await self._up(source, self._model)
 
-    async def _up(self, source: WeightSource, *, load: bool) -> None:
+    async def _up(self, source: WeightSource, model: ModelVersion) -> None:
         """Bring up a server with these weights and take calls."""
         state = self._state
-        server = await launch(self._options, self._context, source.location, self._lives)
+        load = bool(self._options.url) or model.is_delta
+        server = await launch(self._options, self._context, model.base, self._lives)
         self._lives += 1
         try:
-            assert self._folder is not None
-            _require_vocabulary(server, self._folder, source)
+            _require_vocabulary(server, model, source)
             if load:
                 await server.client.pause("abort")
                 await self._load(server, source)
@@ -83,7 +83,7 @@ class Changes:
         except BaseException:
             await server.end()
             raise
-        state.server, state.vocab = server, self._folder.vocab
+        state.server, state.vocab = server, model.vocab
         state.fault, state.paused = None, False
         self._enter(source)
         state.phase = Phase.READY
@@ -179,9 +179,7 @@ class Changes:
         """See `VLLMEngine.update_weights`."""
         async with self._timed("update_weights"):
             state, server = self._state, self._state.ready("updating weights")
-            folder = await self._read(source)
-            assert self._folder is not None
-            require_same(folder, self._folder, source.location, f"loading policy version {source.version}")
+            await self._read_next(server, source)
             state.open.clear()
             try:
                 if not state.paused:
@@ -240,14 +238,25 @@ class Changes:
         ):
             await asyncio.sleep(0.005)
 
-    async def _read(self, source: WeightSource) -> ModelFolder:
+    async def _read(self, source: WeightSource) -> ModelVersion:
+        return await asyncio.to_thread(read_version, source, f"loading policy version {source.version}")
+
+    async def _read_next(self, server: Server | None, source: WeightSource) -> ModelVersion:
+        """Check a version beside the running server; it must fit the one that was loaded first."""
         doing = f"loading policy version {source.version}"
-        if source.kind != "disk":
-            raise CapabilityError(doing, got=f"a weight source of kind {source.kind!r}", expected="kind 'disk'")
-        return await asyncio.to_thread(read_folder, source.location, doing)
+        model = await self._read(source)
+        assert self._model is not None
+        require_same(model, self._model, source.location, doing)
+        if server is not None:
+            _require_loadable(server, model, doing)
+        return model
 
     async def _load(self, server: Server, source: WeightSource) -> None:
-        await server.client.rpc("reload_weights", timeout_s=self._options.start_timeout_s, weights_path=source.location)
+        limit = self._options.start_timeout_s
+        if server.facts.extension:
+            await server.client.rpc("gyre_load", timeout_s=limit, location=source.location, package=PACKAGE)
+        else:
+            await server.client.rpc("reload_weights", timeout_s=limit, weights_path=source.location)
 
     async def _load_or_restore(self, server: Server, source: WeightSource) -> None:
         """Load; on failure bring the old weights back and raise, or end the engine if that fails too."""
@@ -311,12 +320,10 @@ class Changes:
                 raise InfrastructureError(
                     "waking vLLM", got=f"an engine that is {state.phase.value}", expected="a sleeping one"
                 )
-            folder = await self._read(source)
-            assert self._folder is not None
-            require_same(folder, self._folder, source.location, f"loading policy version {source.version}")
+            model = await self._read_next(server, source)
             if server is None or not server.alive:
                 await self._down()
-                await self._up(source, load=bool(self._options.url))
+                await self._up(source, model)
                 return
             await self._take_back(server, source)
             await server.client.set_version(source.version)
@@ -335,15 +342,33 @@ class Changes:
             await self._load(server, source)
             await server.client.ask("POST", "/wake_up", query={"tags": "kv_cache"}, timeout_s=limit)
         else:
-            await server.client.rpc("gyre_wake", timeout_s=limit, location=source.location)
+            await server.client.rpc("gyre_wake")
+            await self._load(server, source)
 
 
-def _require_vocabulary(server: Server, folder: ModelFolder, source: WeightSource) -> None:
+def _require_vocabulary(server: Server, model: ModelVersion, source: WeightSource) -> None:
     """InfrastructureError when the server serves another model than the folder's."""
-    if server.facts.vocab not in (0, folder.vocab):
+    if server.facts.vocab not in (0, model.vocab):
         raise InfrastructureError(
             f"reaching vLLM at {server.client.url}",
             got=f"a vocabulary of {server.facts.vocab}",
-            expected=f"{folder.vocab}, that of {source.location}",
+            expected=f"{model.vocab}, that of {source.location}",
             fix="Let it serve the run's model.",
+        )
+
+
+def _require_loadable(server: Server, model: ModelVersion, doing: str) -> None:
+    """CapabilityError for what a server without our extension would get wrong or cannot read."""
+    if server.facts.extension:
+        return
+    if model.is_delta:
+        raise CapabilityError(
+            doing, got="a delta for a server without Gyre's worker extension", expected="a full version"
+        )
+    if model.tied and server.facts.device == "cpu":
+        raise CapabilityError(
+            doing,
+            got="a model whose output layer is its embedding, on vLLM's CPU backend without Gyre's worker extension",
+            expected="the extension, which loads the output layer too",
+            fix="Start the server with `--worker-extension-cls gyre_vllm_worker.GyreWorker`.",
         )

@@ -36,8 +36,10 @@ class Facts:
     max_running: int
     logprobs: str
     """What its logprobs are of: "tempered" (by our extension), "raw_logprobs" or "processed_logprobs"."""
+    extension: bool
+    """Our worker extension is in it."""
     counts: bool
-    """Our extension is in it and can tell how many tokens each call has sampled."""
+    """It can tell how many tokens each call has sampled."""
     device: str
     sleeps: bool
     """It can give its memory back while it runs."""
@@ -138,6 +140,7 @@ async def probe(client: ServerClient, options: VLLMOptions) -> Facts:
         vocab=int(told.get("vocab", 0)),
         max_running=int(told.get("max_running", options.max_running)),
         logprobs="tempered" if ours else str(told.get("logprobs", "raw_logprobs")),
+        extension=ours,
         counts=bool(told.get("counts")),
         device=device,
         sleeps=(device.startswith("cuda") and "/sleep" in paths and bool(told.get("sleep_mode")))

@@ -93,7 +93,7 @@ class Called:
     @property
     def cached(self) -> int:
         """Prompt tokens that were found in the cache."""
-        return self.chunks[0].cached_tokens or 0
+        return sum(chunk.cached_tokens or 0 for chunk in self.chunks)
 
 
 def request_of(

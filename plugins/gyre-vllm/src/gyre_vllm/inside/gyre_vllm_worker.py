@@ -6,6 +6,7 @@ was written for vLLM 0.32. Invariants:
     keep (`gyre_prepare`);
   * `gyre_counts` tells, while the scheduler is paused, how many tokens each call has sampled: the exact border between
     two weight versions;
+  * after `gyre_load` every layer computes with the new weights, also those that share a tensor;
   * memory is really given back by `gyre_sleep`, or it raises and nothing has changed.
 Answers are dicts of plain values.
 """
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.util
 import os
+import sys
 from typing import Any
 
 INTERFACE = 1
@@ -49,28 +52,63 @@ class GyreWorker:
         """Tokens sampled so far by each request the worker knows, by vLLM's internal request id."""
         return {"counts": _counts(self.model_runner)}
 
+    def gyre_load(self, location: str, package: str) -> dict[str, Any]:
+        """Load the policy version published at `location`; `package` is the folder of gyre-weights."""
+        version = _gyre_weights(package).open_version(location)
+        self.reload_weights(  # type: ignore[attr-defined]
+            weights_iterator=((name, tensor.torch()) for name, tensor in version.items())
+        )
+        return {"repacked": _repack(self.model_runner)}
+
     def gyre_sleep(self) -> dict[str, Any]:
         """Give weights and KV back to the machine (CPU; accelerators have the server's own sleep mode)."""
         runner = self.model_runner
         if runner.device.type != "cpu":
             raise RuntimeError("gyre_sleep is for CPU workers; use /sleep?level=2 here")
         if self.vllm_config.kv_transfer_config is not None:
-            raise RuntimeError(
-                "gyre_sleep: a KV connector holds the addresses of the cache; restart the server instead"
-            )
+            raise RuntimeError("gyre_sleep: a KV connector holds the addresses of the cache; restart the server")
         before = _resident()
-        # What the worker's own loading needs: sizes of every storage, by identity.
-        self._gyre_storages = _release(_tensors(runner))
+        for module in runner.model.modules():
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = None  # holds a packed copy of the weights; loading makes it anew
+        self._gyre_storages = _release([*(p.data for p in runner.model.parameters()), *_blocks(runner)])
         gc.collect()
         _trim()
         return {"before": before, "after": _resident()}
 
-    def gyre_wake(self, location: str) -> dict[str, Any]:
-        """Take the memory again and load the weights in the folder `location`."""
+    def gyre_wake(self) -> dict[str, Any]:
+        """Take the memory again; what is in it is undefined until `gyre_load`."""
         _take(self._gyre_storages)
         self._gyre_storages = []
-        self.reload_weights(weights_path=location)  # type: ignore[attr-defined]
         return {"after": _resident()}
+
+
+def _gyre_weights(package: str) -> Any:
+    """gyre-weights, found at `package`; it needs nothing but numpy and torch."""
+    if "gyre_weights" not in sys.modules:
+        path = os.path.join(package, "__init__.py")
+        spec = importlib.util.spec_from_file_location("gyre_weights", path, submodule_search_locations=[package])
+        if spec is None or spec.loader is None:
+            raise RuntimeError(f"gyre_load: no gyre-weights at {package}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["gyre_weights"] = module
+        spec.loader.exec_module(module)
+    return sys.modules["gyre_weights"]
+
+
+def _repack(runner: Any) -> list[str]:
+    """On a CPU, layers that share another layer's weight keep a packed copy of their own, which vLLM's reloading does
+    not renew (a tied output layer would go on with the old weights): pack again. Names of the layers."""
+    if runner.device.type != "cpu":
+        return []
+    found = []
+    for name, module in runner.model.named_modules():
+        method = getattr(module, "quant_method", None)
+        weight = getattr(module, "weight", None)
+        if method is not None and hasattr(module, "cpu_linear") and weight is not None and weight.numel():
+            method.process_weights_after_loading(module)
+            found.append(name)
+    return found
 
 
 def _temper(runner: Any) -> bool:
@@ -141,19 +179,19 @@ def _counts(runner: Any) -> dict[str, int] | None:
 # -- memory on a CPU ---------------------------------------------------------------------------------------------------
 
 
-def _tensors(runner: Any) -> list[Any]:
-    """Every parameter of the model and every block of the KV cache. Buffers stay: loading does not bring them."""
-    found = [parameter.data for parameter in runner.model.parameters()]
+def _blocks(runner: Any) -> list[Any]:
+    """The tensors of the KV cache."""
+    found: list[Any] = []
     for cache in runner.kv_caches:
         found += list(cache) if isinstance(cache, list | tuple) else [cache]
     return found
 
 
 def _release(tensors: list[Any]) -> list[tuple[Any, int]]:
-    """Empty the tensors' storages; views and owners stay as they are and see the memory again after `_take`."""
-    storages = {id(t.untyped_storage()._cdata): t.untyped_storage() for t in tensors}
-    unique = {storage._cdata: storage for storage in storages.values()}
-    sizes = [(storage, storage.nbytes()) for storage in unique.values() if storage.nbytes()]
+    """Empty the tensors' storages; views and owners stay as they are and see the memory again after `_take`. Buffers
+    are not among them: loading does not bring them."""
+    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    sizes = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
     for storage, _ in sizes:
         storage.resize_(0)
     return sizes
