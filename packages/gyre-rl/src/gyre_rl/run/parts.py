@@ -177,14 +177,13 @@ class Parts:
         return None
 
     async def _route(self, ask: RouteAsk) -> Route:
-        if first := ask.session not in self.sessions:
+        if ask.session not in self.sessions:
             owner = self.rollout.owners.get(ask.execution)
             if owner is None:
                 raise InfrastructureError(f"routing a call of {ask.session}", got="an execution that has ended")
             self.sessions[ask.session] = owner
-        self.driver.contexts[ask.session] = ask.prompt_tokens
-        if first:
             self.post(sched.SessionStarted(time.monotonic(), ask.session, owner))
+        self.driver.contexts[ask.session] = ask.prompt_tokens
         cell = CellId(*await self.runner.route(ask.session, ask.prompt_tokens, ask.prefix))
         return Route(str(cell), self.cells.info(cell).child.reach().base_url)
 
