@@ -85,7 +85,7 @@ class ShardFile:
 
 
 def _write_all(handle: int, data: Bytes) -> None:
-    view = memoryview(data)
+    view = data.data
     while view:
         view = view[os.write(handle, view) :]
 
