@@ -50,5 +50,6 @@ class CellLostError(InfrastructureError):
     """The cell that was asked is gone, or answers from another incarnation."""
 
 
-class ContextLengthError(GyreError):
-    """A prompt does not fit the engine's context (or its whole KV pool): the agent's limit, not our fault."""
+class ContextLengthError(GyreError, ValueError):
+    """A prompt does not fit the engine's context (or its whole KV pool): the agent's limit, not our fault. A ValueError,
+    as every request is that can never run."""

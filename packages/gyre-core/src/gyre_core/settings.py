@@ -13,3 +13,8 @@ def cache_folder() -> Path:
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gyre"
+
+
+def inherited_environment() -> dict[str, str]:
+    """What a process in another Python environment may inherit: all but the variables that steer this one's Python."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}

@@ -1,0 +1,148 @@
+"""Calls in flight: what was sampled, under which version, and what the caller has not taken yet.
+
+Invariants: a token is handed out once, in order, with the version that sampled it; a call ends once. At its end the
+server's own account of versions is compared with ours, so a token is never recorded under a version that it does not
+have. Not here: HTTP and when weights change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gyre_core import Array, FinishReason, GenerateChunk, GenerateRequest, InfrastructureError
+
+from gyre_sglang.wire import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens on their way to the caller."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+    finish: FinishReason | None = None
+    routed: Array | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One request to the server. A call is one segment, unless it had to be taken up again."""
+
+    rid: str
+    start: int
+    """Tokens of the call sampled before."""
+    borders: list[tuple[int, int]]
+    """(tokens of this segment before it, version from there), ascending."""
+    sampled: int = 0
+
+    def version_at(self, index: int) -> int:
+        """The version we gave token `index` of this segment."""
+        return next(version for at, version in reversed(self.borders) if at <= index)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call from `generate` to its end."""
+
+    request: GenerateRequest
+    max_tokens: int
+    """After clipping to the context."""
+    items: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
+    sampled_ids: list[int] = field(default_factory=list)
+    segment: Segment | None = None
+    cached_tokens: int | None = None
+    running: bool = False
+    """Has sampled a token and goes on."""
+    cut: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it is to end with ABORT."""
+    restart: bool = False
+    """Its segment is being ended so that it goes on under new weights."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    finish: FinishReason | None = None
+
+    @property
+    def doing(self) -> str:
+        """What an error of this call says was being done."""
+        return f"sampling call {self.request.request_id!r} of session {self.request.session!r}"
+
+    @property
+    def context(self) -> Sequence[int]:
+        """Prompt and what was sampled so far."""
+        return [*self.request.prompt_ids, *self.sampled_ids] if self.sampled_ids else self.request.prompt_ids
+
+    def add(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
+        """Tokens came under the segment's present version."""
+        assert self.segment is not None
+        self.segment.sampled += len(token_ids)
+        self.sampled_ids.extend(token_ids)
+        if token_ids:
+            self.running = True
+            self.items.put_nowait(Sampled(token_ids, logprobs, self.segment.borders[-1][1]))
+
+    def turn(self, version: int) -> None:
+        """What comes from now on is of `version`."""
+        if self.segment is not None and self.segment.borders[-1][1] != version:
+            self.segment.borders.append((self.segment.sampled, version))
+
+    def check(self, spans: Sequence[Span]) -> None:
+        """Compare with the server's account; InfrastructureError when a token bears another version than we gave."""
+        assert self.segment is not None
+        for span in spans:
+            for at in {span.start, max(span.start, span.end - 1)} if span.end > span.start else ():
+                ours = self.segment.version_at(at)
+                if str(ours) != span.version:
+                    raise InfrastructureError(
+                        self.doing,
+                        got=f"token {at} sampled under version {span.version}, by the server's account",
+                        expected=f"version {ours}, under which it was handed out",
+                        fix="Weights were changed by somebody else, or tokens were late; use on_update = 'recompute'.",
+                    )
+
+    def end(self, finish: FinishReason, routed: Array | None = None) -> None:
+        """It is over."""
+        if not self.over.is_set():
+            self.finish, self.running = finish, False
+            self.over.set()
+            self.items.put_nowait(Sampled((), (), 0, finish, routed))
+
+    def fail(self, error: Exception) -> None:
+        """It is over, with an error."""
+        if not self.over.is_set():
+            self.running = False
+            self.over.set()
+            self.items.put_nowait(error)
+
+    async def take(self, gather_s: float) -> list[Sampled]:
+        """What there is, at least one item; raises the error the call ended with once all tokens before it are taken.
+
+        Waits up to `gather_s` seconds for more after the first.
+        """
+        first = await self.items.get()
+        if isinstance(first, Exception):
+            raise first
+        found = [first]
+        if first.finish is None and gather_s and self.items.empty():
+            await asyncio.sleep(gather_s)
+        while found[-1].finish is None and not self.items.empty():
+            item = self.items.get_nowait()
+            if isinstance(item, Exception):
+                self.items.put_nowait(item)  # it was the last: nothing can have come behind it
+                break
+            found.append(item)
+        return found
+
+
+def chunk_of(items: Sequence[Sampled], cached_tokens: int | None) -> GenerateChunk:
+    """One chunk of what was taken."""
+    last = items[-1]
+    return GenerateChunk(
+        token_ids=tuple(token for item in items for token in item.token_ids),
+        logprobs=tuple(value for item in items for value in item.logprobs),
+        versions=tuple(item.version for item in items for _ in item.token_ids),
+        finish=last.finish,
+        cached_tokens=cached_tokens,
+        routed_experts=last.routed,
+    )

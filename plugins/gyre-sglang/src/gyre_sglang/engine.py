@@ -1,0 +1,373 @@
+"""`SGLangEngine`: SGLang as `gyre_core.Engine`.
+
+Puts the parts together: a server started or found (`launch`), its calls (`driver`), its weights (`weights`).
+Invariants: a bad request fails alone and never reaches the server (one id outside the vocabulary ends it); weights
+change only while nothing is sampled; cached KV is named by the weights that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+import numpy as np
+from gyre_core import (
+    Array,
+    CapabilityError,
+    ComponentContext,
+    ContextLengthError,
+    EngineCapability,
+    EngineLoad,
+    GenerateChunk,
+    GenerateRequest,
+    InfrastructureError,
+    KVShape,
+    MemoryRegion,
+    PauseMode,
+    PinnedKV,
+    WeightSource,
+)
+
+from gyre_sglang.calls import Call, chunk_of
+from gyre_sglang.client import dead
+from gyre_sglang.driver import Counters, Driver
+from gyre_sglang.facts import ModelFacts, read_model
+from gyre_sglang.launch import Server, Starter
+from gyre_sglang.load import read_load
+from gyre_sglang.options import SGLangOptions
+from gyre_sglang.weights import Shapes, apply_version, open_source, prepare, shapes_of
+
+log = logging.getLogger("gyre.sglang")
+
+
+class SGLangEngine:
+    """An SGLang server in an environment of its own.
+
+    Offers `PAUSE`; `SLEEP` unless it was given a running server that cannot give memory back; `ROUTED_EXPERTS` and
+    `SEED` as the server's own answer says. `timings` has the seconds of the last start, update_weights, sleep and wake.
+    """
+
+    def __init__(self, options: SGLangOptions | None, context: ComponentContext) -> None:
+        self.options = options or SGLangOptions()
+        self.timings: dict[str, float] = {}
+        self._context = context
+        self._starter = Starter(self.options, context)
+        self._server: Server | None = None
+        self._driver: Driver | None = None
+        self._model: ModelFacts | None = None
+        self._shapes: Shapes = {}
+        self._version = -1
+        self._lives: dict[int, int] = {}
+        self._flushes = 0
+        self._held = False
+        self._counters = Counters()
+        self._asleep = False
+        self._changing = asyncio.Lock()
+
+    @property
+    def capabilities(self) -> frozenset[EngineCapability]:
+        """What it offers; before the start, what is known by then."""
+        kinds = EngineCapability
+        found = {kinds.PAUSE}
+        if not self.options.url or (self._server is not None and self._server.facts.memory_saver):
+            found.add(kinds.SLEEP)
+        if self._server is not None:
+            found |= {kinds.ROUTED_EXPERTS} if self._server.facts.routed_experts else set()
+            found |= {kinds.SEED} if self._server.facts.deterministic else set()
+        return frozenset(found)
+
+    @property
+    def version(self) -> int:
+        """Policy version in use; -1 before the first load."""
+        return self._version
+
+    # Life
+
+    async def start(self, source: WeightSource) -> None:
+        """Start the server (or find the running one) with the model at `source.location` and become ready."""
+        async with self._changing:
+            if self._server is not None or self._asleep:
+                raise InfrastructureError("starting SGLang", got="a second start", expected="one")
+            began = time.perf_counter()
+            self._model = read_model(source.location)
+            self._shapes = shapes_of(await asyncio.to_thread(open_source, source))
+            await self._rise(source)
+            self.timings["start"] = time.perf_counter() - began
+
+    async def _rise(self, source: WeightSource) -> None:
+        assert self._model is not None
+        server = await self._starter.start(source, self._model)
+        self._server = server
+        self._driver = Driver(server.client, server.facts, self._model, self.options, self._counters)
+        self._take(source.version)
+        self._driver.open()
+
+    def _take(self, version: int) -> None:
+        """The server has this version now."""
+        assert self._driver is not None
+        self._version = version
+        self._lives[version] = self._lives.get(version, 0) + 1
+        self._driver.turn(version, self._cache_key())
+
+    def _cache_key(self) -> str:
+        """Names the weights in use. A version that comes back is named anew: a call that ran through its end has left
+        mixed KV under the old name."""
+        return f"gyre:{self._version}:{self._lives[self._version] - 1}:{self._flushes}"
+
+    async def sleep(self) -> None:
+        """End running calls with ABORT and give memory back: by the server's memory saver on accelerators, by ending
+        the server on a CPU."""
+        async with self._changing:
+            began = time.perf_counter()
+            server, driver = self._ready("putting SGLang to sleep")
+            if EngineCapability.SLEEP not in self.capabilities:
+                raise CapabilityError(
+                    "putting SGLang to sleep", got=f"a running server at {server.client.url} without its memory saver",
+                    expected="--enable-memory-saver", fix="Start it with that flag, or let Gyre start it.",
+                )  # fmt: skip
+            driver.gate.clear()
+            self._asleep = True
+            await self._let_go(server, driver)
+            if server.facts.memory_saver:
+                await server.release_memory()
+            else:
+                await self._fall()
+                self._starter.make_spare(self._model)
+            self.timings["sleep"] = time.perf_counter() - began
+
+    async def _let_go(self, server: Server, driver: Driver) -> None:
+        """End all calls; a server that is held has to go on for that."""
+        ended = asyncio.create_task(driver.cut_all())
+        if self._held:
+            await server.proceed()
+            self._held = False
+        await ended
+
+    async def _fall(self) -> None:
+        server, driver, self._server, self._driver = self._server, self._driver, None, None
+        if driver is not None:
+            driver.closing = True
+        if server is not None and server.process is not None:
+            await server.process.stop()
+        if driver is not None:
+            await driver.close()
+
+    async def wake(self, source: WeightSource) -> None:
+        """Take memory and the weights of `source` and become ready."""
+        async with self._changing:
+            if not self._asleep:
+                raise InfrastructureError("waking SGLang", got="one that is awake", expected="a sleeping one")
+            began = time.perf_counter()
+            if self._server is None or self._driver is None:
+                await self._rise(source)
+            else:
+                prepared = await self._prepared(source)
+                await self._server.take_memory(lambda: apply_version(self._server, prepared))  # type: ignore[arg-type]
+                self._take(source.version)
+                self._driver.open()
+            self._asleep = False
+            self.timings["wake"] = time.perf_counter() - began
+
+    async def close(self) -> None:
+        """End for good; running calls end with ABORT. A server that was not started here goes on."""
+        async with self._changing:
+            self._asleep = False
+            if self._server is not None and self._server.process is None and self._driver is not None:
+                await self._let_go(self._server, self._driver)
+            await self._fall()
+            await self._starter.close()
+
+    def _ready(self, doing: str) -> tuple[Server, Driver]:
+        if self._server is None or self._driver is None or self._asleep:
+            raise InfrastructureError(
+                doing, got="SGLang that has not been started or sleeps", expected="a ready engine",
+                fix="Call start or wake first.",
+            )  # fmt: skip
+        process = self._server.process
+        if process is not None and process.exited.done():
+            raise dead(self._context.name, process, doing)
+        return self._server, self._driver
+
+    # Calls
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Run a call. ContextLengthError for a prompt that can never fit, ValueError for one that cannot run,
+        InfrastructureError when the server fails."""
+        server, driver = self._ready(f"starting call {request.request_id!r}")
+        call = Call(*self._checked(request, server))
+        driver.submit(call)
+        cached: int | None = None
+        try:
+            while True:
+                items = await call.take(self.options.chunk_s)
+                first, cached = cached is None, call.cached_tokens or 0
+                yield chunk_of(items, cached if first else None)
+                if items[-1].finish is not None:
+                    return
+        finally:
+            driver.cut(call)
+
+    def _checked(self, request: GenerateRequest, server: Server) -> tuple[GenerateRequest, int]:
+        """The request with its prompt as plain ints, and how many tokens it may sample."""
+        assert self._model is not None
+        doing = f"call {request.request_id!r}"
+        if request.routed_experts and not server.facts.routed_experts:
+            raise CapabilityError(
+                doing, got="a wish for routed experts", expected="none: the server does not record them",
+                fix="Set engine.routed_experts, for a model with experts.",
+            )  # fmt: skip
+        prompt = np.asarray(request.prompt_ids, dtype=np.int64)
+        if prompt.ndim != 1 or not len(prompt):
+            raise ValueError(f"{doing}: got a prompt of shape {list(prompt.shape)}, expected at least one token id")
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= self._model.vocab:
+            bad = low if low < 0 else high
+            raise ValueError(f"{doing}: got token id {bad}, expected ids in [0, {self._model.vocab}) of the vocabulary")
+        total = min(self.options.context_length or server.facts.max_total, server.facts.max_total)
+        longest = min(total - 1, server.facts.max_prompt)
+        if len(prompt) > longest:
+            raise ContextLengthError(
+                doing, got=f"a prompt of {len(prompt)} tokens", expected=f"{longest} or fewer",
+                fix="The model's positions, engine.context_length and the KV pool limit it.",
+            )  # fmt: skip
+        return replace(request, prompt_ids=prompt.tolist()), min(request.sampling.max_tokens, total - len(prompt))
+
+    async def abort(self, request_id: str) -> bool:
+        """End one call with ABORT; False when it is not running or ended by itself first."""
+        _, driver = self._ready("aborting a call")
+        call = driver.find(request_id)
+        if call is None:
+            return False
+        driver.cut(call)
+        if not self._held:  # a server that is held lets go when it goes on
+            await call.over.wait()
+            return call.finish is not None and call.finish.value == "abort"
+        return True
+
+    async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
+        """Stop sampling; with KEEP calls stay with their KV, with ABORT they end."""
+        async with self._changing:
+            server, driver = self._ready("pausing")
+            driver.gate.clear()
+            if mode is PauseMode.ABORT:
+                await self._let_go(server, driver)
+            elif not self._held:
+                await server.hold()
+                self._held = True
+                await server.settle()
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        async with self._changing:
+            server, driver = self._ready("resuming")
+            if self._held:
+                await server.proceed()
+                self._held = False
+            driver.open()
+
+    async def load(self) -> EngineLoad:
+        """The present load; all zero but the counters while it sleeps."""
+        counters = self._counters
+        empty = EngineLoad(
+            0, 0, 0, 0, 0, self._version, None, None, counters.prefilled, counters.cached, counters.sampled
+        )
+        if self._asleep or self._server is None:
+            return empty
+        server, driver = self._ready("reading the load")
+        return await read_load(server, driver, empty)
+
+    async def flush_cache(self) -> None:
+        """Forget every cached prefix: what running calls use stays with them, but no later call finds it."""
+        async with self._changing:
+            server, driver = self._ready("flushing the cache")
+            self._flushes += 1
+            driver.turn(self._version, self._cache_key())
+            await self._drop_unreachable(server, driver)
+
+    async def _drop_unreachable(self, server: Server, driver: Driver) -> None:
+        """Free cached KV that no key leads to any more, if that can be done now; else it is evicted in time."""
+        if not driver.calls:
+            await server.flush()
+
+    # Weights
+
+    async def update_weights(self, source: WeightSource) -> None:
+        """Change to another version; running calls keep their tokens and, unless `on_update` says otherwise, their KV.
+        Fails without changing anything when the version cannot be read."""
+        async with self._changing:
+            began = time.perf_counter()
+            server, driver = self._ready("updating weights")
+            prepared = await self._prepared(source)
+            was_open = driver.gate.is_set()
+            driver.gate.clear()
+            hold = False
+            try:
+                if driver.live() and self.options.on_update == "recompute":
+                    await driver.restart_all()
+                elif driver.live() and not self._held:
+                    await server.hold()
+                    hold = True
+                await apply_version(server, prepared)
+                if driver.live():
+                    await server.settle()
+                self._take(source.version)
+                await self._drop_unreachable(server, driver)
+            finally:
+                prepared.remove()
+                if hold:
+                    await server.proceed()
+                if was_open:
+                    driver.open()
+            self.timings["update_weights"] = time.perf_counter() - began
+
+    async def _prepared(self, source: WeightSource):  # type: ignore[no-untyped-def]
+        assert self._model is not None
+        return await asyncio.to_thread(prepare, source, self._shapes, tied=self._model.tied)
+
+    # KV of sessions: the server's pool is not in reach of this process
+
+    def _no_kv(self) -> NoReturn:
+        raise CapabilityError(
+            "moving a session's KV", got="SGLang, whose pool another process cannot read",
+            expected="an engine with KV_MOVE", fix="Let the destination prefill the session's tokens.",
+        )  # fmt: skip
+
+    def kv_shape(self) -> KVShape:
+        """Not offered."""
+        self._no_kv()
+
+    def kv_regions(self) -> Sequence[MemoryRegion]:
+        """Not offered."""
+        self._no_kv()
+
+    async def kv_pin(self, session: str) -> PinnedKV | None:
+        """Not offered."""
+        self._no_kv()
+
+    async def kv_freeze(self, session: str) -> PinnedKV | None:
+        """Not offered."""
+        self._no_kv()
+
+    async def kv_unfreeze(self, session: str) -> None:
+        """Not offered."""
+        self._no_kv()
+
+    async def kv_release(self, session: str, generation: int, *, forget: bool) -> None:
+        """Not offered."""
+        self._no_kv()
+
+    async def kv_reserve(self, session: str, tokens: int, version: int) -> Array | None:
+        """Not offered."""
+        self._no_kv()
+
+    async def kv_commit(self, session: str, version: int, token_ids: Array, block_ids: Array) -> None:
+        """Not offered."""
+        self._no_kv()
+
+    async def kv_cancel(self, session: str) -> None:
+        """Not offered."""
+        self._no_kv()

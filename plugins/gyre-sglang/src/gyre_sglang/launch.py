@@ -1,0 +1,170 @@
+"""Servers: started from a launch plan or found at an address, ready when they answer, asked for what they can do.
+
+Invariant: a `Server` has answered /server_info; what it cannot do is known before the first call. Not here: calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gyre_core import ComponentContext, ConfigError, InfrastructureError, WeightSource
+from gyre_core.environments import find
+
+from gyre_sglang.client import Client, dead
+from gyre_sglang.facts import ModelFacts, ServerFacts, read_server, version_warning
+from gyre_sglang.options import SGLangOptions
+from gyre_sglang.plan import LaunchPlan, launch_plan
+from gyre_sglang.process import ServerProcess, free_port
+
+log = logging.getLogger("gyre.sglang")
+
+LATE_S = 0.02
+"""How long events that are on their way may take from one local socket to another."""
+
+
+@dataclass(slots=True)
+class Server:
+    """A server that answers."""
+
+    client: Client
+    facts: ServerFacts
+    options: SGLangOptions
+    process: ServerProcess | None
+    """None when somebody else started it."""
+
+    async def ask(self, path: str, body: dict[str, object] | None = None) -> object:
+        """A control request."""
+        return await self.client.post(path, body or {}, self.options.request_timeout_s)
+
+    async def hold(self) -> None:
+        """Stop between two forward passes; calls stay with their KV."""
+        await self.ask("/pause_generation", {"mode": "in_place"})
+
+    async def proceed(self) -> None:
+        """Go on."""
+        await self.ask("/continue_generation")
+
+    async def settle(self) -> None:
+        """After `hold`: return when what was sampled before has arrived. Outputs and answers come from one event loop
+        of the server in the order they were made, on several connections to this one."""
+        await self.client.get("/server_info", self.options.request_timeout_s)
+        await asyncio.sleep(LATE_S)
+
+    async def flush(self) -> None:
+        """Empty the prefix cache, if nothing runs; else the server refuses, which is fine."""
+        with contextlib.suppress(InfrastructureError):
+            await self.ask("/flush_cache")
+
+    async def release_memory(self) -> None:
+        """Give the memory of KV and weights back; needs an idle server with its memory saver."""
+        await self.ask("/flush_cache")
+        await self.ask("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+
+    async def take_memory(self, load: Callable[[], Awaitable[None]]) -> None:
+        """Undo `release_memory`: the weights' memory, their contents by `load`, then the KV pool's. Must not be called
+        otherwise: a tag that was not released ends the server."""
+        await self.ask("/resume_memory_occupation", {"tags": ["weights"]})
+        await load()
+        await self.ask("/resume_memory_occupation", {"tags": ["kv_cache"]})
+
+
+class Starter:
+    """Makes servers for one cell."""
+
+    def __init__(self, options: SGLangOptions, context: ComponentContext) -> None:
+        self._options, self._context = options, context
+        self._log = Path(context.run_dir) / "logs" / f"{context.name}-sglang.log"
+
+    async def start(self, source: WeightSource, model: ModelFacts) -> Server:
+        """A server with the weights of `source`; InfrastructureError with its last words when it does not come up."""
+        if self._options.url:
+            return await self._found(source)
+        plan = self._plan(source, model)
+        process = await ServerProcess.start(plan, self._log)
+        client = Client(_url(plan), self._context.name, self._options.api_key, process)
+        try:
+            await self._until_ready(client, process)
+            return Server(client, await self._facts(client), self._options, process)
+        except BaseException:
+            await process.stop()
+            await client.close()
+            raise
+
+    def _plan(self, source: WeightSource, model: ModelFacts) -> LaunchPlan:
+        context = self._context
+        return launch_plan(
+            self._options, model, python=self._python(), location=str(Path(source.location).resolve()),
+            version=source.version, port=free_port(), device=context.device, accelerators=context.accelerators,
+            threads=context.threads, seed=context.seed,
+        )  # fmt: skip
+
+    def _python(self) -> str:
+        if self._options.command:
+            return ""
+        if self._options.python:
+            return str(Path(self._context.base_dir) / self._options.python)
+        found = find("sglang")
+        if found is None:
+            raise ConfigError(
+                "starting SGLang", got="no environment for it", expected="one in the cache folder",
+                fix="Build it with `python tools/engine_env.py sglang`, or set engine.python, engine.command or "
+                "engine.url.",
+            )  # fmt: skip
+        return str(found)
+
+    async def _until_ready(self, client: Client, process: ServerProcess) -> None:
+        doing = f"starting SGLang of {self._context.name}"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._options.start_timeout_s):
+                while not process.exited.done():
+                    if await client.alive():
+                        return
+                    await asyncio.wait([process.exited], timeout=0.2)
+        if process.exited.done():
+            raise dead(self._context.name, process, doing)
+        raise InfrastructureError(
+            doing, got=f"no answer in {self._options.start_timeout_s:g} s; its last lines:\n{process.tail()}\n",
+            expected="a server that is ready", fix="Raise engine.start_timeout_s, or see why it is slow.",
+        )  # fmt: skip
+
+    async def _facts(self, client: Client) -> ServerFacts:
+        info = await client.get("/server_info", self._options.request_timeout_s)
+        facts = read_server(info, client.url)
+        warning = version_warning(facts.version)
+        if warning is not None:
+            log.warning("%s: %s", self._context.name, warning)
+        if facts.overlap and self._options.on_update == "keep":
+            raise ConfigError(
+                f"using the server at {client.url}", got="its overlapped scheduler with on_update = 'keep'",
+                expected="--disable-overlap-schedule, or on_update = 'recompute'",
+                fix="With the overlapped scheduler one token of every running call would bear the wrong version.",
+            )  # fmt: skip
+        if facts.stream_interval != 1:
+            log.info("%s: the server streams every %d tokens", self._context.name, facts.stream_interval)
+        return facts
+
+    async def _found(self, source: WeightSource) -> Server:
+        client = Client(self._options.url, self._context.name, self._options.api_key)
+        try:
+            server = Server(client, await self._facts(client), self._options, None)
+            body = {"model_path": str(Path(source.location).resolve()), "weight_version": str(source.version)}
+            await client.post("/update_weights_from_disk", body, self._options.weights_timeout_s)
+            return server
+        except BaseException:
+            await client.close()
+            raise
+
+    def make_spare(self, model: ModelFacts | None) -> None:
+        """Begin to start the server that the next `start` will use."""
+
+    async def close(self) -> None:
+        """End what was started and not used."""
+
+
+def _url(plan: LaunchPlan) -> str:
+    return f"http://127.0.0.1:{plan.argv[plan.argv.index('--port') + 1]}"

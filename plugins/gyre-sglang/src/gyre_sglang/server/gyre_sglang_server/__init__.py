@@ -1,0 +1,1 @@
+"""The part of gyre-sglang that lives in SGLang's environment; imports nothing by itself."""

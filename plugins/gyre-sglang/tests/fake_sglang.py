@@ -1,0 +1,295 @@
+"""A stand-in for SGLang 0.5.23's HTTP server: the same routes, fields and traps, a toy for a model, faults on request.
+
+    python fake_sglang.py --model-path FOLDER --port N [flags of the real server] [--fault NAME]
+
+Written from what the real server was seen to do: versions of a call's tokens are told in its last event alone; an
+abort is by prefix of the request id, is forgotten when it comes too early and takes effect only when the server goes
+on; an id outside the vocabulary, or resuming a tag that was not released, ends the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import math
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+PAGE = 16
+
+
+@dataclass
+class Request:
+    rid: str
+    ids: list[int]
+    key: str
+    sampling: dict[str, Any]
+    routed: bool
+    out: list[int] = field(default_factory=list)
+    events: list[tuple[str, int]] = field(default_factory=list)
+    cached: int = 0
+    aborted: bool = False
+
+
+class FakeServer:
+    """State of one server. `fault` names what goes wrong, see `FAULTS`."""
+
+    def __init__(self, flags: argparse.Namespace, fault: str = "", step_s: float = 0.002) -> None:
+        self.flags, self.fault, self.step_s = flags, fault, step_s
+        self.vocab = json.loads((Path(flags.model_path) / "config.json").read_text())["vocab_size"]
+        self.location, self.version = flags.model_path, flags.weight_version
+        self.running: dict[str, Request] = {}
+        self.cache: set[tuple[str, tuple[int, ...]]] = set()
+        self.paused = False
+        self.dead = asyncio.Event()
+        self.released: set[str] = set()
+        self.asked: list[tuple[str, Any]] = []
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=2**30)
+        gets = {"/health": self.health, "/server_info": self.server_info, "/model_info": self.model_info,
+                "/v1/loads": self.loads}  # fmt: skip
+        posts = {
+            "/generate": self.generate, "/abort_request": self.abort, "/pause_generation": self.pause,
+            "/continue_generation": self.proceed, "/flush_cache": self.flush,
+            "/update_weights_from_disk": self.update, "/release_memory_occupation": self.release,
+            "/resume_memory_occupation": self.resume,
+        }  # fmt: skip
+        for path, handler in gets.items():
+            app.router.add_get(path, handler)
+        for path, handler in posts.items():
+            app.router.add_post(path, self._noted(handler))
+        return app
+
+    def _noted(self, handler: Any) -> Any:
+        async def noted(request: web.Request) -> web.StreamResponse:
+            body = await request.json() if request.can_read_body else None
+            self.asked.append((request.path, body))
+            if self.fault == "die" and request.path == "/generate" and len(self.running) >= 1:
+                self.die()
+            return await handler(request, body)  # type: ignore[no-any-return]
+
+        return noted
+
+    def die(self) -> None:
+        """What any exception in the scheduler does to the real one."""
+        print("Scheduler hit an exception: Traceback ... IndexError: index out of range in self", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response(status=503 if self.paused else 200)
+
+    async def server_info(self, _: web.Request) -> web.Response:
+        slots = self.flags.max_running_requests or 4096
+        return web.json_response({
+            "version": "0.5.24" if self.fault == "newer" else "0.5.23", "page_size": PAGE, "max_req_input_len": 1018,
+            "incremental_streaming_output": self.flags.incremental_streaming_output, "stream_interval": 1,
+            "disable_overlap_schedule": self.flags.disable_overlap_schedule, "dp_size": 1, "tp_size": 1,
+            "enable_deterministic_inference": False, "enable_memory_saver": self.flags.enable_memory_saver,
+            "enable_return_routed_experts": self.flags.enable_return_routed_experts,
+            "internal_states": [{"effective_max_running_requests_per_dp": slots, "device": "cpu",
+                                 "memory_usage": {"token_capacity": 8192}}],
+        })  # fmt: skip
+
+    async def model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"model_path": self.location, "weight_version": self.version})
+
+    async def loads(self, _: web.Request) -> web.Response:
+        used = sum(math.ceil(len(r.ids + r.out) / PAGE) * PAGE for r in self.running.values())
+        return web.json_response({"loads": [{
+            "num_running_reqs": len(self.running), "num_waiting_reqs": 0, "num_used_tokens": used,
+            "gen_throughput": 100.0, "total_prefill_uncached_tokens": 50, "total_prefill_busy_us": 25000,
+        }]})  # fmt: skip
+
+    # Sampling
+
+    async def generate(self, http: web.Request, body: Any) -> web.StreamResponse:
+        if self.fault == "500":
+            return web.json_response({"error": {"message": "CUDA error: an illegal memory access"}}, status=500)
+        request = Request(body["rid"], body["input_ids"], body["extra_key"], body["sampling_params"],
+                          body.get("return_routed_experts", False))  # fmt: skip
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(http)
+        wanted = len(request.ids) + request.sampling["max_new_tokens"]
+        if not request.ids or wanted > 1024:
+            await self._send(response, {"error": {"message": f"{wanted} tokens do not fit", "code": 400}})
+            await response.write(b"data: [DONE]\n\n")
+            return response
+        if any(not 0 <= token < self.vocab for token in request.ids):
+            self.die()
+        self.running[request.rid] = request
+        try:
+            await self._sample(request, response)
+            await response.write(b"data: [DONE]\n\n")
+        finally:
+            self.running.pop(request.rid, None)
+        return response
+
+    async def _sample(self, request: Request, response: web.StreamResponse) -> None:
+        known = [n for key, ids in self.cache if key == request.key
+                 for n in [_common(ids, tuple(request.ids[:-1]))]]  # fmt: skip
+        request.cached = max(known, default=0) // PAGE * PAGE
+        finish: dict[str, Any] | None = None
+        while finish is None:
+            await asyncio.sleep(self.step_s)
+            while self.paused:
+                await asyncio.sleep(0.001)
+            if request.aborted:
+                finish = {"type": "abort", "message": "Abort in scheduler"}
+                await self._event(request, [], finish, response)
+                break
+            at = len(request.out)
+            if self.fault == "truncate" and at == 3:
+                assert response._payload_writer is not None
+                http_transport = response._req.transport  # type: ignore[union-attr]
+                http_transport.close()
+                return
+            if self.fault == "hang" and at == 3:
+                await asyncio.sleep(3600)
+            if self.fault == "oom" and at == 3:
+                finish = {"type": "abort", "message": "Out of memory. Please retry", "status_code": 503}
+                await self._event(request, [], finish, response)
+                break
+            token = self._next(request)
+            request.out.append(token)
+            finish = self._finish(request, token)
+            await self._event(request, [token], finish, response)
+        self.cache.add((request.key, tuple(request.ids + request.out[:-1])))
+
+    def _next(self, request: Request) -> int:
+        if self.fault == "vocab" and len(request.out) == 2:
+            return self.vocab + 1
+        text = f"{self.version}|{request.ids + request.out}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % self.vocab
+
+    def _finish(self, request: Request, token: int) -> dict[str, Any] | None:
+        how = request.sampling
+        if self.fault == "nan-finish" and len(request.out) == 3:
+            return {"type": "stop", "matched": "NaN happened"}
+        if not how["ignore_eos"] and token in how["stop_token_ids"]:
+            return {"type": "stop", "matched": token}
+        if not how["ignore_eos"] and self.flags.eos is not None and token % self.flags.eos == 0:
+            return {"type": "stop", "matched": token}
+        if len(request.out) >= how["max_new_tokens"]:
+            return {"type": "length", "length": len(request.out)}
+        return None
+
+    async def _event(self, request: Request, new: list[int], finish: Any, response: web.StreamResponse) -> None:
+        offset = len(request.out) - len(new) if self.flags.incremental_streaming_output else 0
+        pairs = [[logprob_of(self.version, t), t, None] for t in request.out[offset:]]
+        if self.fault == "nan" and len(request.out) == 3:
+            pairs[-1][0] = None
+        meta: dict[str, Any] = {
+            "id": request.rid, "finish_reason": finish, "prompt_tokens": len(request.ids),
+            "weight_version": self.version, "completion_tokens": len(request.out), "cached_tokens": request.cached,
+            "output_token_logprobs": pairs, "output_token_logprobs_length": len(request.out),
+        }  # fmt: skip
+        if finish is not None:
+            meta["weight_versions"] = self._spans(request)
+        await self._send(response, {"output_ids": request.out[offset:], "meta_info": meta})
+
+    def _spans(self, request: Request) -> list[dict[str, Any]]:
+        spans: list[dict[str, Any]] = []
+        for version, end in [*request.events, (self.version, len(request.out))]:
+            start = spans[-1]["end"] if spans else 0
+            if end > start or not spans:
+                spans.append({"version": version, "start": start, "end": end})
+        if self.fault == "spans" and len(spans) > 1:
+            spans[0]["end"] += 1
+            spans[1]["start"] += 1
+        return spans
+
+    @staticmethod
+    async def _send(response: web.StreamResponse, event: Any) -> None:
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    # Control
+
+    async def abort(self, _: web.Request, body: Any) -> web.Response:
+        if body["rid"] in self.running:
+            for rid, request in self.running.items():
+                request.aborted |= rid.startswith(body["rid"])
+        return web.Response()
+
+    async def pause(self, _: web.Request, body: Any) -> web.Response:
+        assert body["mode"] == "in_place"
+        self.paused = True
+        return web.json_response({"status": "ok", "message": "Generation paused successfully."})
+
+    async def proceed(self, _: web.Request, body: Any) -> web.Response:
+        self.paused = False
+        return web.json_response({"status": "ok", "message": "Generation continued successfully."})
+
+    async def flush(self, _: web.Request, body: Any) -> web.Response:
+        if self.running:
+            return web.Response(status=400, text="Flush cache failed.")
+        self.cache.clear()
+        return web.Response(text="Cache flushed.")
+
+    async def update(self, _: web.Request, body: Any) -> web.Response:
+        while not self.paused and self.running:  # the real one waits for its lock
+            await asyncio.sleep(0.001)
+        if not (Path(body["model_path"]) / "config.json").exists() or self.fault == "update":
+            return web.json_response({"success": False, "message": "Failed to get weights iterator"}, status=400)
+        await asyncio.sleep(0.01)
+        for request in self.running.values():
+            if request.out:
+                request.events.append((self.version, len(request.out)))
+        self.location, self.version = body["model_path"], body["weight_version"]
+        if body.get("flush_cache", True):
+            self.cache.clear()
+        return web.json_response({"success": True, "message": "ok", "num_paused_requests": 0})
+
+    async def release(self, _: web.Request, body: Any) -> web.Response:
+        if self.running:
+            return web.Response(status=400, text="not idle")
+        self.released |= set(body["tags"])
+        return web.json_response(None)
+
+    async def resume(self, _: web.Request, body: Any) -> web.Response:
+        if not set(body["tags"]) <= self.released:
+            self.die()
+        self.released -= set(body["tags"])
+        return web.json_response(None)
+
+
+def logprob_of(version: str, token: int) -> float:
+    """The toy model's logprob: tells version and token."""
+    return -(token + 1) / 1000 - int(version)
+
+
+def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser()
+    flags.add_argument("--model-path", required=True)
+    flags.add_argument("--port", type=int, default=0)
+    flags.add_argument("--weight-version", default="default")
+    flags.add_argument("--max-running-requests", type=int, default=0)
+    flags.add_argument("--fault", default="")
+    flags.add_argument("--eos", type=int)
+    for name in ("incremental-streaming-output", "disable-overlap-schedule", "enable-memory-saver",
+                 "enable-return-routed-experts"):  # fmt: skip
+        flags.add_argument(f"--{name}", action="store_true")
+    return flags
+
+
+def main() -> None:
+    flags, _ = parser().parse_known_args()
+    if flags.fault == "start":
+        raise SystemExit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 14.00 GiB.")
+    print("The server is fired up and ready to roll!", flush=True)
+    web.run_app(FakeServer(flags, flags.fault).app(), host="127.0.0.1", port=flags.port, print=None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Calls against a protocol-true stand-in: tokens, versions, aborts, pauses, updates."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from gyre_core import (
+    CapabilityError,
+    ContextLengthError,
+    EngineCapability,
+    FinishReason,
+    InfrastructureError,
+    PauseMode,
+    WeightSource,
+)
+from gyre_core.testing.engine_rig import Watched, call, eventually, is_idle, request_of
+
+PROMPT = list(range(40))
+
+
+async def test_a_call_has_tokens_logprobs_and_versions(engine_of: Any, toy: Any) -> None:
+    engine, _ = await engine_of()
+    result = await call(engine, PROMPT, 20, name="a")
+    assert result.ids == toy.tokens(PROMPT, ["0"] * 20)
+    assert result.logprobs == [toy.logprob("0", token) for token in result.ids]
+    assert result.versions == [0] * 20
+    assert result.finish is FinishReason.LENGTH
+    again = await call(engine, [*PROMPT, *result.ids, 5], 4, name="b")
+    assert again.cached == (40 + 20 - 1) // 16 * 16
+    load = await engine.load()
+    assert (load.sampled_tokens, load.cached_tokens, load.prefilled_tokens) == (24, 48, 40 + 61 - 48)
+    assert await is_idle(engine)
+
+
+async def test_cumulative_streams_are_read_too(engine_of: Any, toy: Any) -> None:
+    engine, _ = await engine_of(incremental=False)
+    result = await call(engine, PROMPT, 15)
+    assert result.ids == toy.tokens(PROMPT, ["0"] * 15)
+    assert len(result.logprobs) == 15
+
+
+async def test_only_the_stop_tokens_that_were_asked_for_end_a_call(engine_of: Any, toy: Any) -> None:
+    """The model's own end tokens stop the server's requests too, once any stop token is given: the call goes on."""
+    whole = toy.tokens(PROMPT, ["0"] * 30)
+    engine, fake = await engine_of(eos=3)
+    stop = next(token for token in whole[12:] if token not in whole[:12] and token % 3)
+    result = await call(engine, PROMPT, 30, stop_token_ids=(stop,))
+    assert result.ids == whole[: whole.index(stop) + 1]
+    assert result.finish is FinishReason.STOP
+    assert sum(path == "/generate" for path, _ in fake.asked) > 2
+
+
+async def test_bad_prompts_never_reach_the_server(engine_of: Any) -> None:
+    engine, fake = await engine_of(context_length=100)
+    for ids in ([], [320], [-1], [[1, 2]]):
+        with pytest.raises(ValueError, match="call"):
+            await call(engine, ids, 3)
+    with pytest.raises(ContextLengthError, match="99 or fewer"):
+        await call(engine, [1] * 100, 3)
+    assert not any(path == "/generate" for path, _ in fake.asked)
+    assert len((await call(engine, [1] * 99, 3)).ids) == 1
+
+
+async def test_an_update_in_mid_call_marks_each_token(engine_of: Any, toy: Any, version: Any) -> None:
+    engine, fake = await engine_of()
+    running = Watched(engine, request_of(PROMPT, 120, name="a"))
+    await running.until(5)
+    await engine.update_weights(version(1))
+    result = await running.task
+    border = result.versions.count(0)
+    assert result.versions == [0] * border + [1] * (120 - border)
+    assert 5 <= border < 120
+    assert result.ids == toy.tokens(PROMPT, [str(v) for v in result.versions])
+    assert result.logprobs == [toy.logprob(str(v), t) for v, t in zip(result.versions, result.ids, strict=True)]
+    assert (await call(engine, PROMPT, 3, name="b")).cached == 0
+    body = [body for path, body in fake.asked if path == "/update_weights_from_disk"][-1]
+    assert (body["abort_all_requests"], body["flush_cache"]) == (False, False)
+
+
+async def test_an_update_may_recompute_what_runs(engine_of: Any, toy: Any, version: Any) -> None:
+    engine, fake = await engine_of(on_update="recompute")
+    running = Watched(engine, request_of(PROMPT, 90, name="a"))
+    await running.until(5)
+    await engine.update_weights(version(1))
+    result = await running.task
+    assert result.versions == sorted(result.versions)
+    assert result.ids == toy.tokens(PROMPT, [str(v) for v in result.versions])
+    assert 1 in result.versions
+    keys = [body["extra_key"] for path, body in fake.asked if path == "/generate"]
+    assert len(keys) == len(set(keys)) == 2
+    assert not any(path == "/pause_generation" for path, _ in fake.asked)
+
+
+async def test_a_wrong_account_of_versions_is_an_error(engine_of: Any, version: Any) -> None:
+    """Tokens that came late would bear the new version: the server's own spans tell."""
+    engine, _ = await engine_of(fault="spans")
+    running = Watched(engine, request_of(PROMPT, 120, name="a"))
+    await running.until(5)
+    await engine.update_weights(version(1))
+    with pytest.raises(InfrastructureError, match="by the server's account"):
+        await running.task
+
+
+async def test_a_version_that_comes_back_finds_nothing_old(engine_of: Any, version: Any) -> None:
+    engine, fake = await engine_of()
+    await call(engine, PROMPT, 3, name="a")
+    through = Watched(engine, request_of(PROMPT, 60, name="through"))
+    await through.until(2)
+    await engine.update_weights(version(1))
+    await through.task
+    await engine.update_weights(version(0))
+    assert (await call(engine, PROMPT, 3, name="b")).cached == 0
+    assert len({body["extra_key"] for path, body in fake.asked if path == "/generate"}) == 2
+
+
+@pytest.mark.parametrize("break_it", ["missing", "cut", "shape", "number"])
+async def test_a_version_that_cannot_be_used_is_refused_before_the_server_hears_of_it(
+    engine_of: Any, version: Any, break_it: str
+) -> None:
+    engine, fake = await engine_of()
+    running = Watched(engine, request_of(PROMPT, 60, name="a"))
+    await running.until(2)
+    with pytest.raises(InfrastructureError, match="policy version 7"):
+        await engine.update_weights(version(7, break_it))
+    assert (await running.task).versions == [0] * 60
+    assert engine.version == 0
+    assert sum(path == "/update_weights_from_disk" for path, _ in fake.asked) == 1  # the one of the start
+
+
+async def test_a_failed_update_lets_calls_go_on(engine_of: Any, version: Any) -> None:
+    engine, fake = await engine_of()
+    running = Watched(engine, request_of(PROMPT, 80, name="a"))
+    await running.until(2)
+    fake.fault = "update"
+    with pytest.raises(InfrastructureError, match="Failed to get weights iterator"):
+        await engine.update_weights(version(1))
+    assert (await running.task).versions == [0] * 80
+
+
+async def test_an_abort_keeps_what_was_sampled(engine_of: Any, toy: Any) -> None:
+    engine, _ = await engine_of()
+    running = Watched(engine, request_of(PROMPT, 500, name="a"))
+    await running.until(4)
+    assert await engine.abort("a") is True
+    result = await running.task
+    assert result.finish is FinishReason.ABORT
+    assert result.ids == toy.tokens(PROMPT, ["0"] * len(result.ids))
+    assert await engine.abort("a") is False
+
+
+async def test_an_abort_hits_nobody_else(engine_of: Any) -> None:
+    """The server aborts every request whose id begins with the one it is given."""
+    engine, fake = await engine_of()
+    calls = [Watched(engine, request_of(PROMPT, 150, name=name)) for name in ("c1", "c10", "c11")]
+    for watched in calls:
+        await watched.until(2)
+    await engine.abort("c1")
+    results = [await watched.task for watched in calls]
+    assert [r.finish for r in results] == [FinishReason.ABORT, FinishReason.LENGTH, FinishReason.LENGTH]
+    assert len({len(body["rid"]) for path, body in fake.asked if path == "/generate"}) == 1
+
+
+async def test_a_caller_that_goes_away_frees_its_slot(engine_of: Any) -> None:
+    engine, fake = await engine_of()
+    stream = engine.generate(request_of(PROMPT, 900, name="a"))
+    async for _ in stream:
+        break
+    await stream.aclose()
+    task = asyncio.create_task(call(engine, PROMPT, 900, name="b"))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert await eventually(lambda: is_idle(engine))
+    assert not fake.running
+
+
+async def test_pauses(engine_of: Any) -> None:
+    engine, _ = await engine_of()
+    kept = Watched(engine, request_of(PROMPT, 60, name="kept"))
+    await kept.until(2)
+    await engine.pause(PauseMode.KEEP)
+    late = Watched(engine, request_of(PROMPT, 5, name="late"))
+    cut = Watched(engine, request_of(PROMPT, 5, name="cut"))
+    sampled = (await engine.load()).sampled_tokens
+    await asyncio.sleep(0.05)
+    load = await engine.load()
+    assert load.sampled_tokens == sampled
+    assert (load.slots_running, load.waiting) == (1, 2)
+    await engine.abort("cut")
+    assert (await cut.task).finish is FinishReason.ABORT
+    await engine.resume()
+    assert len((await kept.task).ids) == 60
+    assert len((await late.task).ids) == 5
+    ended = Watched(engine, request_of(PROMPT, 900, name="ended"))
+    await ended.until(2)
+    await engine.pause(PauseMode.ABORT)
+    assert (await ended.task).finish is FinishReason.ABORT
+    await engine.resume()
+    assert len((await call(engine, PROMPT, 5)).ids) == 5
+
+
+async def test_flushing_forgets_even_while_calls_run(engine_of: Any) -> None:
+    engine, _ = await engine_of()
+    await call(engine, PROMPT, 3, name="fill")
+    running = Watched(engine, request_of([7] * 20, 80, name="running"))
+    await running.until(1)
+    await engine.flush_cache()
+    assert (await call(engine, PROMPT, 3, name="after")).cached == 0
+    assert len((await running.task).ids) == 80
+
+
+async def test_what_is_not_offered_is_refused(engine_of: Any) -> None:
+    engine, _ = await engine_of()
+    assert engine.capabilities == {EngineCapability.PAUSE}
+    plain = request_of(PROMPT, 3)
+    wished = type(plain)(plain.request_id, plain.session, plain.prompt_ids, plain.sampling, True)
+    with pytest.raises(CapabilityError, match="routed experts"):
+        [chunk async for chunk in engine.generate(wished)]
+    with pytest.raises(CapabilityError, match="memory saver"):
+        await engine.sleep()
+    with pytest.raises(CapabilityError):
+        await engine.kv_pin("s")
+    with pytest.raises(CapabilityError, match="kind 'carrier-pigeon'"):
+        await engine.update_weights(WeightSource(1, "/", "carrier-pigeon"))
+
+
+async def test_a_server_with_a_memory_saver_sleeps_and_lives(engine_of: Any, version: Any) -> None:
+    engine, fake = await engine_of(memory_saver=True)
+    running = Watched(engine, request_of(PROMPT, 900, name="a"))
+    await running.until(2)
+    await engine.sleep()
+    assert (await running.task).finish is FinishReason.ABORT
+    assert fake.released == {"kv_cache", "weights"}
+    with pytest.raises(InfrastructureError):
+        await call(engine, PROMPT, 2)
+    with pytest.raises(InfrastructureError):
+        await engine.sleep()
+    assert (await engine.load()).slots_total == 0
+    await engine.wake(version(1))
+    with pytest.raises(InfrastructureError):
+        await engine.wake(version(1))
+    assert fake.released == set()
+    assert (await call(engine, PROMPT, 3)).versions == [1] * 3
