@@ -16,6 +16,7 @@ import json
 import math
 import os
 import signal
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -284,7 +285,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    flags, _ = parser().parse_known_args()
+    words = sys.argv[1:]
+    if words == ["--spare"]:
+        words = json.loads(sys.stdin.readline())
+    flags, _ = parser().parse_known_args(words)
     if flags.fault == "start":
         raise SystemExit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 14.00 GiB.")
     print("The server is fired up and ready to roll!", flush=True)

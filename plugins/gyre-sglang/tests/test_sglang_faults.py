@@ -117,6 +117,29 @@ async def test_a_launched_server_sleeps_by_ending_and_comes_back(launched: Any, 
     assert (await last.task).finish is FinishReason.ABORT
 
 
+async def test_a_spare_server_takes_over_what_the_wake_asks_for(
+    context: ComponentContext, fake_path: Path, version: Any, tmp_path: Path
+) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {fake_path} "$@"\n')
+    interpreter.chmod(0o755)
+    engine = SGLangEngine(SGLangOptions(python=str(interpreter), chunk_s=0.0), context)
+    await engine.start(version(0))
+    await engine.sleep()
+    spare = engine._starter._spare
+    assert spare is not None
+    await engine.wake(version(3))
+    assert engine._server.process is spare
+    assert (await call(engine, PROMPT, 3)).versions == [3] * 3
+    await engine.sleep()
+    unused = engine._starter._spare
+    assert unused is not spare
+    assert spare.resident_bytes() == 0
+    await engine.close()
+    assert engine.resident_bytes() == 0
+    assert unused.resident_bytes() == 0
+
+
 async def test_a_newer_server_is_warned_of(launched: Any, version: Any, caplog: pytest.LogCaptureFixture) -> None:
     engine = launched("newer")
     with caplog.at_level(logging.WARNING, "gyre.sglang"):

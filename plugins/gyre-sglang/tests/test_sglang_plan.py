@@ -42,6 +42,7 @@ def test_a_plan_for_accelerators() -> None:
     assert made.argv[-2:] == ("--x", "1")
     assert not {"--device", "--max-total-tokens", "--max-running-requests"} & set(made.argv)
     assert "SGLANG_PLATFORM" not in made.env
+    assert made.spare_argv == ()
     assert "PYTHONPATH" not in made.env
 
 
@@ -54,6 +55,9 @@ def test_a_plan_for_a_cpu() -> None:
     assert made.env["SGLANG_PLATFORM"] == "gyre_cpu"
     assert made.env["OMP_NUM_THREADS"] == "2"
     assert "--enable-memory-saver" not in made.argv
+    assert made.spare_argv == (*made.argv[:3], "--spare")
+    assert made.argv == (*made.argv[:3], *made.flags)
+    assert plan("cpu", 0, cpu_spare=False).spare_argv == plan("cpu", 0, command=("x",)).spare_argv == ()
 
 
 def test_the_context_never_exceeds_the_model() -> None:

@@ -59,6 +59,7 @@ class SGLangEngine:
         self._server: Server | None = None
         self._driver: Driver | None = None
         self._model: ModelFacts | None = None
+        self._source = WeightSource(-1, "")
         self._shapes: Shapes = {}
         self._version = -1
         self._lives: dict[int, int] = {}
@@ -101,7 +102,7 @@ class SGLangEngine:
     async def _rise(self, source: WeightSource) -> None:
         assert self._model is not None
         server = await self._starter.start(source, self._model)
-        self._server = server
+        self._server, self._source = server, source
         self._driver = Driver(server.client, server.facts, self._model, self.options, self._counters)
         self._take(source.version)
         self._driver.open()
@@ -136,7 +137,8 @@ class SGLangEngine:
                 await server.release_memory()
             else:
                 await self._fall()
-                self._starter.make_spare(self._model)
+                assert self._model is not None
+                await self._starter.make_spare(self._source, self._model)
             self.timings["sleep"] = time.perf_counter() - began
 
     async def _let_go(self, server: Server, driver: Driver) -> None:
@@ -191,6 +193,11 @@ class SGLangEngine:
         if process is not None and process.exited.done():
             raise dead(self._context.name, process, doing)
         return self._server, self._driver
+
+    def resident_bytes(self) -> int:
+        """Memory of the host that the server's processes hold now; 0 for a server that was not started here."""
+        process = self._server.process if self._server else None
+        return (process.resident_bytes() if process else 0) + self._starter.resident_bytes()
 
     # Calls
 

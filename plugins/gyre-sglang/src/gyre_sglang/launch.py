@@ -79,14 +79,15 @@ class Starter:
     def __init__(self, options: SGLangOptions, context: ComponentContext) -> None:
         self._options, self._context = options, context
         self._log = Path(context.run_dir) / "logs" / f"{context.name}-sglang.log"
+        self._spare: ServerProcess | None = None
 
     async def start(self, source: WeightSource, model: ModelFacts) -> Server:
         """A server with the weights of `source`; InfrastructureError with its last words when it does not come up."""
         if self._options.url:
             return await self._found(source)
         plan = self._plan(source, model)
-        process = await ServerProcess.start(plan, self._log)
-        client = Client(_url(plan), self._context.name, self._options.api_key, process)
+        process = self._take_spare(plan) or await ServerProcess.start(plan, self._log)
+        client = Client(f"http://127.0.0.1:{plan.port}", self._context.name, self._options.api_key, process)
         try:
             await self._until_ready(client, process)
             return Server(client, await self._facts(client), self._options, process)
@@ -159,12 +160,25 @@ class Starter:
             await client.close()
             raise
 
-    def make_spare(self, model: ModelFacts | None) -> None:
-        """Begin to start the server that the next `start` will use."""
+    async def make_spare(self, source: WeightSource, model: ModelFacts) -> None:
+        """Begin to start the server that the next `start` will use, where that can be done without its memory."""
+        plan = self._plan(source, model)
+        if plan.spare_argv:
+            self._spare = await ServerProcess.start(plan, self._log, plan.spare_argv)
+
+    def _take_spare(self, plan: LaunchPlan) -> ServerProcess | None:
+        spare, self._spare = self._spare, None
+        if spare is None or spare.exited.done():
+            return None
+        spare.send(plan.flags)
+        return spare
+
+    def resident_bytes(self) -> int:
+        """Memory of a spare server."""
+        return self._spare.resident_bytes() if self._spare else 0
 
     async def close(self) -> None:
         """End what was started and not used."""
-
-
-def _url(plan: LaunchPlan) -> str:
-    return f"http://127.0.0.1:{plan.argv[plan.argv.index('--port') + 1]}"
+        if self._spare is not None:
+            await self._spare.stop()
+            self._spare = None

@@ -28,7 +28,11 @@ class LaunchPlan:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     """On top of the inherited environment."""
-    cpu: bool
+    port: int
+    spare_argv: tuple[str, ...] = ()
+    """Starts a server that waits for its flags on standard input; empty where there is no such thing."""
+    flags: tuple[str, ...] = ()
+    """What such a server is told."""
 
 
 def launch_plan(
@@ -59,7 +63,9 @@ def launch_plan(
     flags += ["--enable-return-routed-experts"] if options.routed_experts else []
     flags += ["--api-key", options.api_key] if options.api_key else []
     flags += ["--device", "cpu", "--attention-backend", "torch_native"] if cpu else ["--enable-memory-saver"]
-    return LaunchPlan((*start, *flags, *options.arguments), _variables(cpu, threads), cpu)
+    words = (*flags, *options.arguments)
+    spare = (*start, "--spare") if cpu and options.cpu_spare and not options.command else ()
+    return LaunchPlan((*start, *words), _variables(cpu, threads), port, spare, words)
 
 
 def _tensor_parallel(options: SGLangOptions, accelerators: int) -> int:
