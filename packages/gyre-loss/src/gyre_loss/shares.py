@@ -1,0 +1,35 @@
+"""A batch cut into a given number of shares of about equal size, for ranks that work at the same time.
+
+The invariant is `partition`'s: every loss entry is in exactly one share, so losses and gradients of the shares add up
+to those of the batch. What stands above several shares is computed in each of them. Needs numpy alone.
+"""
+
+from __future__ import annotations
+
+from gyre_loss._check import fail
+from gyre_loss.batch import TreeBatch
+from gyre_loss.partitioner import partition
+
+
+def shares(batch: TreeBatch, count: int, *, whole: bool = False) -> tuple[TreeBatch, ...]:
+    """At most ``count`` batches that together are ``batch``; the largest is as small as a partition by a token budget
+    makes it. Fewer when there are fewer leaves. ``whole``: one share, for objectives that look at whole executions.
+
+    >>> nan = float("nan")
+    >>> batch = TreeBatch.from_arrays(node_parent=[-1, 0, 0], node_start=[0, 1, 3, 5], token_ids=[5, 6, 7, 8, 9],
+    ...     sampled=[False, True, True, True, True], logprobs=[nan, -1, -1, -1, -1], versions=[-1, 0, 0, 0, 0])
+    >>> [share.tokens for share in shares(batch, 2)]
+    [3, 3]
+    """
+    if count < 1:
+        fail("sharing a batch", f"count = {count}", "1 or more")
+    if count == 1 or whole or not batch.entries:
+        return (batch,)
+    low, high = 2, max(2, batch.tokens)
+    while low < high:
+        middle = (low + high) // 2
+        if len(partition(batch, middle, oversize="alone").parts) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    return partition(batch, high, oversize="alone").parts

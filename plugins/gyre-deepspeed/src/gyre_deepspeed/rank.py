@@ -1,0 +1,18 @@
+"""Main of a rank: `python -m gyre_deepspeed.rank FD RANK WORLD`."""
+
+from __future__ import annotations
+
+from gyre_core.ranks import RankSeat, serve
+
+from gyre_deepspeed.options import DeepSpeedTrainerOptions
+
+
+def make(seat: RankSeat) -> object:
+    """The replica of this seat; what is heavy is imported now."""
+    from gyre_deepspeed.replica import DeepSpeedReplica
+
+    return DeepSpeedReplica(seat, DeepSpeedTrainerOptions(**seat.body["options"]))
+
+
+if __name__ == "__main__":
+    serve(make)  # type: ignore[arg-type]
