@@ -138,8 +138,7 @@ def memory_per_session(cells: int = 200, sessions: int = 20_000) -> float:
     return used / sessions
 
 
-# --- the simulator against SimPy
-# -----------------------------------------------------------------------------
+# --- the simulator against SimPy -----------------------------------------------------------------------------
 
 
 def sim_case() -> tuple[Hardware, Shape]:
@@ -189,13 +188,14 @@ def simpy_simulation(hw: Hardware, load: Shape, cfg: SchedConfig) -> Simulation:
                     left = 0.0
                 except simpy.Interrupt:
                     left -= (env.now - began) * pace
-                    self.owner.events += 1
+                    self.owner.stage.events += 1
             del self.jobs[job.session]
             self.wake()
             context = job.context + job.fed + int(job.sampled)
             self.start()
-            self.owner.now = env.now
-            self.owner._answered(self.owner.runs[job.session], context)
+            agents = self.owner.agents
+            self.owner.stage.now = env.now
+            agents.answered(agents.runs[job.session], context)
 
         def forget(self, session: str) -> int:
             return 0
@@ -206,33 +206,32 @@ def simpy_simulation(hw: Hardware, load: Shape, cfg: SchedConfig) -> Simulation:
         def clear(self) -> None:
             pass
 
-    class OnSimPy(Simulation):
-        def _at(self, at, action, *args):
-            def fire(_):
-                self.now = env.now
-                self.events += 1
-                action(*args)
+    over = env.event()
+    sim = Simulation(hw, load, cfg, watermark, train_cells=2)
+    stage = sim.stage
+    for cell in sim.cluster.cells.values():
+        cell.engine = Engine(sim)
 
-            env.timeout(max(0.0, at - env.now)).callbacks.append(fire)
-
-        def _watch(self, cell):
-            pass
-
-        def _applied(self, step):
-            super()._applied(step)
-            if len(self.step_ends) == self.load.steps:
+    def at(time, action, *args):
+        def fire(_):
+            stage.now = env.now
+            stage.events += 1
+            action(*args)
+            if len(sim.training.step_ends) == load.steps and not over.triggered:
                 over.succeed()
 
-        def run(self, limit_s=1e9):
-            self._begin()
-            env.run(until=over)
-            self.now = env.now
-            return self._result()
+        env.timeout(max(0.0, time - env.now)).callbacks.append(fire)
 
-    over = env.event()
-    sim = OnSimPy(hw, load, cfg, watermark, train_cells=2)
-    for cell in sim.cells.values():
-        cell.engine = Engine(sim)
+    stage.at = at
+    sim.agents.watch = lambda cell: None
+
+    def run():
+        sim.begin()
+        env.run(until=over)
+        stage.now = env.now
+        return sim.result()
+
+    sim.run = run
     return sim
 
 

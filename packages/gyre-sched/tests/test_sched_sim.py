@@ -6,7 +6,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-from gyre_sched import SchedConfig, colocate, cost_aware, static, watermark
+from gyre_sched import EndStatus, SchedConfig, colocate, cost_aware, static, watermark
+from gyre_sched import events as e
 from gyre_sched.__main__ import main
 from gyre_sched.errors import ConfigError, LogError
 from gyre_sched.invariants import check
@@ -172,7 +173,7 @@ def test_an_own_log_is_a_workload(tmp_path):
     from gyre_sched.log import EventLog
 
     sim = Simulation(HW, LOAD, elastic_config(HW, LOAD), watermark)
-    log = EventLog(tmp_path / "run.jsonl", sim.config, fsync="never")
+    log = EventLog(tmp_path / "run.jsonl", sim.stage.config, fsync="never")
     handle = sim.machine.handle
 
     def recorded(event):
@@ -210,3 +211,57 @@ def test_importing_needs_nothing_but_the_standard_library():
     code += "\nassert all(hasattr(gyre_sched, n) for n in gyre_sched.__all__)"
     out = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("policy", [watermark, cost_aware])
+def test_cells_may_die_and_return_and_nothing_is_lost_or_counted_twice(policy):
+    """Every execution ends, its context has every token of its plan, and the sum of each step is whole (the simulated
+    trainer raises otherwise), while cells of both roles and the core die in the middle of all this.
+    """
+    hw = replace(HW, cells=6, train_tps=1500.0, mtbf_s=150.0, repair_s=20.0)
+    load = replace(LOAD, steps=8, groups_per_step=4, batch_tokens=400)
+    config = elastic_config(hw, load)
+    sim = Simulation(hw, load, config, policy, seed=3)
+    tokens, ended = {}, []
+    handle = sim.machine.handle
+
+    def seen(event):
+        out = handle(event)
+        check(sim.machine)
+        if isinstance(event, e.CallEnded):
+            tokens[event.session] = event.context_tokens
+        elif isinstance(event, e.ExecutionEnded):
+            ended.append((event.execution, event.status))
+        return out
+
+    sim.machine.handle = seen
+    result = sim.run()
+    assert result.lost_cells >= 8
+    assert result.computed_again > 0
+    assert result.switches > 0
+    want = {f"g{g}.{i}": p.tokens for g in range(32) for i, p in enumerate(load.group(g))}
+    assert tokens == want
+    assert sorted(ended) == sorted((name, EndStatus.COMPLETED) for name in want)
+    assert sum(result.staleness) == 32
+    assert result.staleness[-1] == 0
+    calm = simulate(replace(hw, mtbf_s=0.0), load, config, policy, seed=3)
+    assert calm.lost_cells == 0
+    assert calm.seconds < result.seconds
+
+
+def test_an_engine_that_loads_weights_stands_still():
+    hw = Hardware(cells=2, slots=2, kv_tokens=10_000, step_s=0.01, seq_s=0.0, prefill_tps=1e12)
+    engine = Engine(hw)
+    engine.submit(Job("a", 0, 10, 100.0), 0.0)
+    engine.take_due(0.0)
+    engine.stall(True, 0.4)
+    assert engine.next_due() is None
+    engine.stall(False, 3.4)
+    assert engine.next_due() == pytest.approx(4.0)
+    assert engine.take_due(4.0)
+    assert engine.busy_s == pytest.approx(1.0)
+    still = simulate(replace(HW, sync_pause=1.0), LOAD, pipeline_config(HW, LOAD), static, train_cells=2)
+    beside = simulate(HW, LOAD, pipeline_config(HW, LOAD), static, train_cells=2)
+    assert still.seconds > beside.seconds
+    with pytest.raises(ConfigError, match="sync_pause"):
+        replace(HW, sync_pause=2.0)

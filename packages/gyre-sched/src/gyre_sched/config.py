@@ -28,6 +28,10 @@ class CostPriors:
     prefill_quadratic: float = 0.0
     """Relative slow-down per token of context: prefilling n tokens takes n/tps · (1 + q·n/2)."""
     train_tps: float = 10_000.0
+    step_s: float = 0.0
+    """Expected seconds from one step to the next; 0: nothing is known, and until a step was measured no turn is held
+    back because the step is too short for it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,10 @@ class SchedConfig:
     """Calls per slot up to which a cell is given calls; the others wait here, see ``oldest_first``."""
     oldest_first: bool = True
     """Whether calls of groups that were admitted earlier go before others; otherwise first come, first served."""
+    balance: float = 0.25
+    """How much of a call's time depends on the calls beside it (0: none of it, 1: all). A session leaves a home that is
+    fuller than others for its next call if that saves more time than bringing its context there takes.
+    """
     spread: float = 0.25
     """A prefix match may be this much fuller than the mean before load wins."""
     prefix_entries: int = 65_536
@@ -118,6 +126,7 @@ class SchedConfig:
             "prefix_entries": 0,
             "story_keep": 0,
             "spread": 0,
+            "balance": 0,
         }
         for name, low in least.items():
             if getattr(self, name) < low:

@@ -28,6 +28,8 @@ class CostTable:
     kv_bytes_per_token: float
     prefill_tps: float
     train_tps: float
+    step_s: float
+    """Seconds from one published version to the next."""
     measured: tuple[tuple[str, int], ...]
     """How often each figure was measured; 0 means it is still the prior."""
 
@@ -47,6 +49,7 @@ class Costs:
             "kv_bytes_per_token": priors.kv_bytes_per_token,
             "prefill_tps": priors.prefill_tps,
             "train_tps": priors.train_tps,
+            "step_s": priors.step_s,
         }
         self.counts = dict.fromkeys(self._value, 0)
 
@@ -82,6 +85,10 @@ class Costs:
         """A contribution over ``tokens`` took ``seconds`` on one cell."""
         if tokens > 0 and seconds > 0:
             self._learn("train_tps", tokens / seconds)
+
+    def stepped(self, seconds: float) -> None:
+        """A step took ``seconds`` from the version before it to its own."""
+        self._learn("step_s", seconds)
 
     def round_trip(self) -> float:
         """Seconds of a cell that a loan costs: there and back."""

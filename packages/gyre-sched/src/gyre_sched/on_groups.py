@@ -60,6 +60,8 @@ def admit(w: World) -> None:
                 return
         name, group = w.queue.popitem(last=False)
         w.admissions += 1
+        if w.admissions == 1:
+            w.step_opened = w.now
         group.order = w.admissions
         led.admitted += 1
         led.outstanding[name] = group

@@ -79,11 +79,14 @@ def route(w: World, session: Session, prefix: tuple[int, ...] = ()) -> bool:
     home = session.home
     if home is not None and router.serves(home, session):
         if home.has_slot(w.config.overload):
-            _call(w, session, home, "home")
-            return True
-        if not router.worth_leaving(w, session):
+            if not router.crowded(w, session, home):
+                _call(w, session, home, "home")
+                return True
+            why = f"{home.id} has {home.calling} calls, more than others"
+        elif not router.worth_leaving(w, session):
             return False
-        why = f"{home.id} is full"
+        else:
+            why = f"{home.id} is full"
     elif home is not None:
         why = f"{home.id} is {home.state} at v{home.version}"
     else:

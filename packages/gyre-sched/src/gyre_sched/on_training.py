@@ -120,6 +120,8 @@ def published(w: World, ev: WeightsPublished) -> None:
         problem = f"published is v{led.published}, trained is v{led.version}"
         raise BadValueError(ev, f"version {ev.version} is not new or does not exist; {problem}")
     led.published = ev.version
+    w.costs.stepped(w.now - w.step_opened)
+    w.step_opened = w.now
     sync_all(w)
     w.dirty = True
 

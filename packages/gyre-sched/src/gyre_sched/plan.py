@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 from .config import SchedConfig
 from .policies import Policy, colocate, cost_aware, static, watermark
-from .sim.bound import Bound, lower_bound
+from .sim.bound import Bound, lower_bound, sampling_cell_seconds
 from .sim.models import Hardware
 from .sim.presets import Preset
 from .sim.run import SimResult, simulate
-from .sim.workload import Workload
+from .sim.workload import Workload, batches_of
 
-__all__ = ["Plan", "Row", "best_split", "elastic_config", "make_plan", "pipeline_config"]
+__all__ = ["Expected", "Plan", "Row", "best_split", "elastic_config", "expected_work", "make_plan", "pipeline_config"]
 
 Say = Callable[[str], None]
 
@@ -57,16 +57,50 @@ class Plan:
         return self.row(worse).result.seconds / self.row(better).result.seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a team knows of its work before the run: means over a step's worth of it. ``sampling_s`` and
+    ``training_s``: cell seconds; ``latency_s``: of an execution with a full cell's speed.
+    """
+
+    sampling_s: float
+    training_s: float
+    latency_s: float
+    cells: int
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, if the cells are always busy or one execution after another is awaited."""
+        return max(self.latency_s, (self.sampling_s + self.training_s) / self.cells)
+
+    @property
+    def train_cells(self) -> int:
+        """The split in which sampling and training keep pace."""
+        share = self.training_s / max(1e-9, self.sampling_s + self.training_s)
+        return max(1, min(self.cells - 1, round(self.cells * share)))
+
+
+def expected_work(hw: Hardware, load: Workload) -> Expected:
+    """Means over the first step's groups."""
+    plans = [p for g in range(load.groups_per_step) for p in load.group(g)]
+    sampling = sum(sampling_cell_seconds(hw, p) for p in plans)
+    training = sum(hw.train_s(b) for p in plans for b in batches_of(p.train_tokens, load.batch_tokens))
+    pace = hw.step_s + hw.seq_s * min(hw.slots, -(-len(plans) // hw.cells))
+    latency = sum(sum(t.sampled * pace + t.pause_s for t in p.turns) for p in plans) / len(plans)
+    return Expected(sampling, training, latency, hw.cells)
+
+
 def _common(hw: Hardware, load: Workload) -> SchedConfig:
     first = load.group(0)
     typical = sum(p.train_tokens for p in first) // max(1, len(first))
     latency = sum(t.sampled * hw.decode_step_s(1, 0) + t.pause_s for t in first[0].turns)
+    work = expected_work(hw, load)
     return SchedConfig(
         groups_per_step=load.groups_per_step,
         max_staleness=load.max_staleness,
         tick_s=max(0.25, min(30.0, latency / 40)),
         pause_wait_s=max(0.1, min(2.0, latency / 200)),
-        priors=hw.priors(min(typical, load.batch_tokens or typical)),
+        priors=hw.priors(min(typical, load.batch_tokens or typical), work.step_s),
         story_keep=16,
         growth_horizon_s=0.0,
     )
@@ -80,6 +114,7 @@ def pipeline_config(hw: Hardware, load: Workload) -> SchedConfig:
         _common(hw, load),
         join_midway=False,
         carry_kv=False,
+        balance=0.0,
         oldest_first=False,
         batch_order=True,
         max_in_transit=1.0,
@@ -138,6 +173,7 @@ def make_plan(
     tell = say or (lambda text: None)
     rows: list[Row] = []
     pipe = pipeline_config(hw, load)
+    start = expected_work(hw, load).train_cells
 
     def add(row: str, what: str, config: SchedConfig, policy: Policy, cells: int) -> None:
         if only is None or row in only:
@@ -161,19 +197,23 @@ def make_plan(
         what = f"the same split with this scheduler's ledger and router ({split} cells train)"
         add("static-streaming", what, stream, static, split)
     switching = replace(pipe, low=1.0, high=1.2, pause_weight=0.2)
-    joining = replace(elastic_config(hw, load), carry_kv=False, oldest_first=False)
+    joining = replace(elastic_config(hw, load), carry_kv=False, balance=0.0, oldest_first=False)
     moving = elastic_config(hw, load)
-    add("switching", "cells change roles when a batch is complete", switching, watermark, 1)
-    add("joining", "and join a step as soon as its first group ended", joining, watermark, 1)
-    add("moving", "and sessions move with their KV, oldest groups first", moving, watermark, 1)
-    add("cost-aware", "the same, turning cells by predicted gain", moving, cost_aware, 1)
+    add("switching", "cells change roles when a batch is complete", switching, watermark, start)
+    add("joining", "and join a step as soon as its first group ended", joining, watermark, start)
+    add("moving", "and sessions move with their KV, oldest groups first", moving, watermark, start)
+    add("cost-aware", "the same, turning cells by predicted gain", moving, cost_aware, start)
     lending = replace(moving, lend_core=True, claim_idle=0.2)
     add(
-        "lending", "cost-aware, and every cell samples, the core too, while nothing is to train", lending, cost_aware, 1
+        "lending",
+        "cost-aware, and every cell samples, the core too, while nothing is to train",
+        lending,
+        cost_aware,
+        start,
     )
     if cut:
         cutting = elastic_config(hw, load, cut=cut)
         share = f"and the last executions of a starved step are cut (at most {cut:.0%}) and scored partially"
-        add("cutting", share, cutting, watermark, 1)
-        add("cost-aware+cutting", "cost-aware, with that cut", cutting, cost_aware, 1)
+        add("cutting", share, cutting, watermark, start)
+        add("cost-aware+cutting", "cost-aware, with that cut", cutting, cost_aware, start)
     return Plan(name, about, hw.cells, load.steps, tuple(rows), lower_bound(hw, load), preset)

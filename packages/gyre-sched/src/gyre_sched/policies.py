@@ -51,10 +51,15 @@ def _claim(view: View) -> Sequence[Turn]:
             return (Turn(cell.id, Role.ROLLOUT, f"demand {load:.2f} is above the high mark {cfg.high}"),)
     elif load > _idle_mark(view) and not view.ready_tokens:
         cell = view.satellite(idle_only=True)
-        if cell is not None:
+        if cell is not None and _time_for_a_loan(view):
             why = f"nothing to train, and demand {load:.2f} is above {_idle_mark(view)}"
             return (Turn(cell.id, Role.ROLLOUT, why),)
     return ()
+
+
+def _time_for_a_loan(view: View) -> bool:
+    """Whether the open step lasts long enough for a cell to go to the other role and come back."""
+    return view.step_left_s() > view.config.switch_margin * view.costs.round_trip()
 
 
 def _idle_mark(view: View) -> float:
@@ -124,7 +129,7 @@ def cost_aware(view: View) -> Sequence[Turn]:
     load = view.utilisation()
     if load > cfg.high:
         cell = view.satellite(idle_only=False)
-        if cell is None:
+        if cell is None or not _time_for_a_loan(view):
             return ()
         tail = view.tail_s()
         if cell.lease is not None and trainers > 1:
@@ -169,8 +174,12 @@ def _lend_core(view: View) -> Sequence[Turn]:
     quiet = not (view.undone_batches or view.sealed or view.applying or view.building_groups)
     if core.state is CellState.TRAIN and core.lease is None and quiet and view.live_executions:
         load = view.utilisation()
-        if load > _idle_mark(view):
-            return (Turn(core.id, Role.ROLLOUT, f"nothing to train, and demand is {load:.2f} of capacity"),)
+        left, costs = view.step_left_s(), view.costs
+        helped = min(1.0, load) / (view.rollout_count + view.arriving_rollout + 1)
+        sooner = (left - costs.round_trip()) * helped
+        if load > _idle_mark(view) and sooner > costs["to_train_s"]:
+            why = f"nothing to train, demand is {load:.2f} of capacity; sampling ends {sooner:.1f} s sooner"
+            return (Turn(core.id, Role.ROLLOUT, f"{why}, which is more than its way back"),)
     return ()
 
 

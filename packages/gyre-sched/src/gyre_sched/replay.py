@@ -12,9 +12,12 @@ from typing import Any
 from .commands import Command
 from .errors import LogError
 from .events import Event
+from .ledger import Ledger
 from .log import read_header, read_log
 from .machine import Scheduler
 from .policies import POLICIES, Policy
+from .records import Cell, Session
+from .world import World
 
 __all__ = ["replay", "replay_events", "snapshot"]
 
@@ -42,38 +45,13 @@ def replay_events(machine: Scheduler, events: Iterable[Event], watch: Watcher | 
 def snapshot(machine: Scheduler) -> dict[str, Any]:
     """Everything a machine knows, as plain data with names for references; equal machines have equal snapshots."""
     w = machine._w
-    led = w.ledger
     return {
         "now": w.now,
         "seq": w.seq,
-        "cells": {
-            name: (
-                cell.id,
-                cell.core,
-                cell.state,
-                cell.role,
-                cell.target,
-                (cell.slots, cell.kv_tokens, cell.version, cell.syncing),
-                tuple(cell.sessions),
-                (cell.calling, cell.kv_held, cell.moves_out, cell.quiet),
-                None if cell.lease is None else cell.lease.id,
-                (cell.report, cell.since, cell.role_since),
-            )
-            for name, cell in w.cells.items()
-        },
+        "cells": {name: _cell(cell) for name, cell in w.cells.items()},
         "core": None if w.core is None else w.core.id,
         "sets": (tuple(w.rollout.members), tuple(w.trainers), tuple(w.idle), tuple(w.behind), tuple(w.in_transit)),
-        "sessions": {
-            s.id: (
-                s.execution.id,
-                s.phase,
-                s.context,
-                None if s.home is None else s.home.id,
-                None if s.src is None else s.src.id,
-                (s.move, s.wants, s.since),
-            )
-            for s in w.sessions.values()
-        },
+        "sessions": {s.id: _session(s) for s in w.sessions.values()},
         "executions": {
             x.id: (x.group.id, x.attempt, x.running, x.cut, x.status, x.deadline, x.started)
             for x in w.executions.values()
@@ -90,29 +68,44 @@ def snapshot(machine: Scheduler) -> dict[str, Any]:
             w.closed,
         ),
         "prefixes": tuple(w.prefixes.items()),
-        "ledger": (
-            (led.version, led.published, led.admitted, led.sealed, led.applying, led.next_lease),
-            (tuple(led.seated), tuple(led.ended), tuple(led.outstanding)),
-            tuple((b.batch, b.group, b.lease, b.done, b.failures) for b in led.batches.values()),
-            tuple(b.batch.id for b in led.ready),
-            tuple((x.id, x.cell.id, x.recalled, x.since) for x in led.leases.values()),
-            (led.building, led.ready_tokens, led.leased_tokens, led.done_tokens, led.undone),
-        ),
-        "sums": (
-            w.slots,
-            w.kv_tokens,
-            w.all_slots,
-            w.all_kv,
-            w.kv_held,
-            w.calling,
-            w.homed,
-            w.unstarted,
-            w.bare,
-            w.live,
-        ),
-        "growth": (w.growth, w.growth_at, w.ended_contexts, w.ended_sessions, w.switches),
+        "ledger": _ledger(w.ledger),
+        "sums": _sums(w),
+        "growth": (w.growth, w.growth_at, w.ended_contexts, w.ended_sessions, w.switches, w.step_opened),
         "history": (tuple(w.durations), tuple(w.recent), w.call_s, w.arrivals, w.admissions),
         "costs": w.costs.snapshot(),
         "deadlines": tuple(sorted(w.deadlines)),
         "stories": {name: tuple(cell.notes) for name, cell in w.cells.items()},
     }
+
+
+def _cell(cell: Cell) -> tuple[Any, ...]:
+    return (
+        (cell.id, cell.core, cell.state, cell.role, cell.target),
+        (cell.slots, cell.kv_tokens, cell.version, cell.syncing),
+        tuple(cell.sessions),
+        (cell.calling, cell.kv_held, cell.moves_out, cell.quiet),
+        None if cell.lease is None else cell.lease.id,
+        (cell.report, cell.since, cell.role_since),
+    )
+
+
+def _session(s: Session) -> tuple[Any, ...]:
+    home = None if s.home is None else s.home.id
+    src = None if s.src is None else s.src.id
+    return (s.execution.id, s.phase, s.context, home, src, (s.move, s.wants, s.since))
+
+
+def _ledger(led: Ledger) -> tuple[Any, ...]:
+    return (
+        (led.version, led.published, led.admitted, led.sealed, led.applying, led.next_lease),
+        (tuple(led.seated), tuple(led.ended), tuple(led.outstanding)),
+        tuple((b.batch, b.group, b.lease, b.done, b.failures) for b in led.batches.values()),
+        tuple(b.batch.id for b in led.ready),
+        tuple((x.id, x.cell.id, x.recalled, x.since) for x in led.leases.values()),
+        (led.building, led.ready_tokens, led.leased_tokens, led.done_tokens, led.undone),
+    )
+
+
+def _sums(w: World) -> tuple[Any, ...]:
+    capacity = (w.slots, w.kv_tokens, w.all_slots, w.all_kv)
+    return (*capacity, w.kv_held, w.calling, w.homed, w.unstarted, w.bare, w.live)

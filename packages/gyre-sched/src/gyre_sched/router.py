@@ -12,7 +12,7 @@ from .ids import CellState
 from .records import Cell, Session
 from .world import World
 
-__all__ = ["choose", "learn_prefix", "serves", "worth_leaving"]
+__all__ = ["choose", "crowded", "learn_prefix", "serves", "worth_leaving"]
 
 _LONGEST = 64
 
@@ -43,14 +43,30 @@ def choose(w: World, session: Session, prefix: tuple[int, ...]) -> tuple[Cell, s
     return None if least is None else (least, "least loaded")
 
 
+def crowded(w: World, session: Session, home: Cell) -> bool:
+    """Whether a session's next call would end sooner on the least loaded cell than at home, way there included."""
+    balance, members = w.config.balance, len(w.rollout.members)
+    here = home.calling + home.moves_in
+    if not balance or here * members < w.calling + 2 * members:
+        return False
+    other = w.rollout.least(session.execution.group.version, lambda c: c.kv_held + session.context <= c.kv_tokens)
+    if other is None or other is home:
+        return False
+    gain = balance * w.call_s * (here - other.calling - other.moves_in - 1) / (here + 1)
+    return gain > _way_s(w, session.context)
+
+
+def _way_s(w: World, tokens: int) -> float:
+    """Seconds until a context of ``tokens`` is on another cell."""
+    fill = w.costs.prefill_seconds(tokens)
+    return min(fill, w.costs.move_seconds(tokens)) if w.config.carry_kv else fill
+
+
 def worth_leaving(w: World, session: Session) -> bool:
     """Whether getting a session's context to another cell is quicker than waiting for a slot at its full
     home.
     """
-    cost = w.costs.prefill_seconds(session.context)
-    if w.config.carry_kv:
-        cost = min(cost, w.costs.move_seconds(session.context))
-    return cost < 0.5 * w.call_s
+    return _way_s(w, session.context) < 0.5 * w.call_s
 
 
 def learn_prefix(w: World, cell: Cell, prefix: tuple[int, ...]) -> None:

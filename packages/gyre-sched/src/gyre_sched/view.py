@@ -6,6 +6,7 @@ A ``View`` is a window, not a copy: it costs nothing to make and must not be kep
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -148,6 +149,11 @@ class View:
         return len(self._w.in_transit) - self.arriving_train
 
     @property
+    def switches(self) -> int:
+        """Changes of role so far."""
+        return self._w.switches
+
+    @property
     def transit_room(self) -> int:
         """How many more cells may start to turn now."""
         limit = max(1, int(self._w.config.max_in_transit * len(self._w.cells)))
@@ -232,6 +238,21 @@ class View:
                 if execution.running:
                     worst = max(worst, w.residual_s(w.now - execution.started))
         return worst
+
+    def step_left_s(self) -> float:
+        """Predicted seconds until the step that still takes groups has all of them: the open one, or the next if that
+        is sealed; ``inf`` if nothing is known about steps yet.
+
+        The larger of the tail of those that it must contain and of the seats that are still free, taken at the pace of
+        the steps before (or the expected one).
+        """
+        w, led = self._w, self._w.ledger
+        usual = w.costs["step_s"] or math.inf
+        if led.sealed:
+            return usual
+        free = w.config.groups_per_step - len(led.seated) - len(led.ended)
+        pace = usual * free / w.config.groups_per_step if free > 0 else 0.0
+        return max(pace, self.tail_s())
 
     # --- training ------------------------------------------------------------------------------------------
 

@@ -52,6 +52,18 @@ class World:
         """Draining or flushing cells whose progress must be looked at before the event is over."""
         self.dirty = False
         """Something changed that a policy may react to."""
+        self.ledger = Ledger(config.first_version, config.groups_per_step)
+        self.costs = Costs(config.priors)
+        self.deadlines: list[tuple[float, str]] = []
+        """Heap of (time, execution) at which executions are cut."""
+        self.graves: OrderedDict[str, list[Note]] = OrderedDict()
+        self.step_opened = 0.0
+        """When the open step's weights were published (or the first group was admitted)."""
+        self._no_cells()
+        self._no_work()
+        self._no_sums()
+
+    def _no_cells(self) -> None:
         self.cells: dict[str, Cell] = {}
         """The latest life of each cell name; a lost one stays until it is replaced."""
         self.core: Cell | None = None
@@ -65,6 +77,9 @@ class World:
         """Cells whose weight load failed and that are to be asked again."""
         self.in_transit: dict[int, Cell] = {}
         """Cells in DRAINING, FLUSHING or SWITCHING."""
+        self.switches = 0
+
+    def _no_work(self) -> None:
         self.sessions: dict[str, Session] = {}
         self.executions: dict[str, Execution] = {}
         self.groups: dict[str, Group] = {}
@@ -89,12 +104,9 @@ class World:
         self.next_move = 1
         self.prefixes: OrderedDict[int, int] = OrderedDict()
         """Prefix hash → order of the cell that last served it; least recently used first."""
-        self.ledger = Ledger(config.first_version, config.groups_per_step)
-        self.costs = Costs(config.priors)
-        self.deadlines: list[tuple[float, str]] = []
-        """Heap of (time, execution) at which executions are cut."""
-        self.graves: OrderedDict[str, list[Note]] = OrderedDict()
-        # sums
+
+    def _no_sums(self) -> None:
+        """Sums over the things above, kept right by the methods below."""
         self.slots = 0
         self.kv_tokens = 0
         self.all_slots = 0
@@ -110,7 +122,6 @@ class World:
         """Running executions without a session."""
         self.growth = 0.0
         self.growth_at = 0.0
-        self.switches = 0
         self.ended_contexts = 0.0
         self.ended_sessions = 0
 

@@ -10,6 +10,7 @@ scheduler.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
@@ -48,6 +49,7 @@ class Engine:
         "_hw",
         "_seq",
         "_speed",
+        "_stalled",
         "batch",
         "busy_s",
         "context",
@@ -65,6 +67,7 @@ class Engine:
         self._seq = 0
         self._speed = 0.0
         self._fill_rate = 0.0
+        self._stalled = False
         self._heap: list[tuple[float, int, Job]] = []
         self.since = 0.0
         self.busy_s = 0.0
@@ -84,7 +87,7 @@ class Engine:
     def advance(self, now: float) -> None:
         """Let time pass up to ``now``."""
         passed = now - self.since
-        if self.batch and passed > 0:
+        if self.batch and passed > 0 and not self._stalled:
             self._clock += passed * self._speed
             if self.fills:
                 self.fills[0].fill_s -= passed * self._fill_rate
@@ -107,6 +110,8 @@ class Engine:
         heap = self._heap
         while heap and self.batch.get(heap[0][2].session) is not heap[0][2]:
             heapq.heappop(heap)
+        if self._stalled:
+            return None
         due = None
         if heap:
             due = self.since + max(0.0, heap[0][0] - self._clock) / self._speed
@@ -114,6 +119,11 @@ class Engine:
             fill = self.since + max(0.0, self.fills[0].fill_s) / self._fill_rate
             due = fill if due is None else min(due, fill)
         return due
+
+    def stall(self, still: bool, now: float) -> None:
+        """The engine stands still from now on (weights are being exchanged), or goes on."""
+        self.advance(now)
+        self._stalled = still
 
     # --- calls ---------------------------------------------------------------------------------------------
 
@@ -184,7 +194,10 @@ class Engine:
         self.advance(now)
         job = self.batch.get(session)
         if job is not None:
-            left = max(1.0, min(job.ends_at - self._clock, job.sampled)) if job.decoding else job.sampled
+            # A token that is half done at this moment is done again: contexts have whole tokens.
+            left = (
+                min(float(math.ceil(max(1.0, job.ends_at - self._clock))), job.sampled) if job.decoding else job.sampled
+            )
             self._leave(job, job.context + int(job.sampled - left))
             self._start()
             self._pace()

@@ -44,6 +44,12 @@ class Hardware:
     apply_s: float = 5.0
     switch_spread: float = 0.2
     """Switches take up to this share longer or shorter (uniform)."""
+    sync_pause: float = 0.0
+    """Share of ``sync_s`` during which the cell's engine stands still; the rest of a load goes on beside sampling."""
+    mtbf_s: float = 0.0
+    """Mean time between losses of one cell (exponential); 0: cells do not die."""
+    repair_s: float = 60.0
+    """Until a lost cell's next life joins."""
 
     def __post_init__(self) -> None:
         if self.cells < 2:
@@ -51,6 +57,11 @@ class Hardware:
         for name in ("slots", "kv_tokens", "step_s", "prefill_tps", "train_tps", "link_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"Hardware.{name} is {getattr(self, name)}; expected a positive number")
+        if not 0 <= self.sync_pause <= 1 or self.mtbf_s < 0 or self.repair_s < 0:
+            raise ConfigError(
+                f"Hardware has sync_pause={self.sync_pause}, mtbf_s={self.mtbf_s}, repair_s={self.repair_s}; expected "
+                "a share from 0 to 1 and seconds that are not negative"
+            )
 
     def decode_step_s(self, running: int, context: int) -> float:
         """Seconds of one decoding step for ``running`` sequences with ``context`` tokens in all."""
@@ -68,8 +79,10 @@ class Hardware:
         """Seconds to move the KV of ``tokens``."""
         return self.link_setup_s + tokens * self.kv_bytes_per_token / self.link_bytes_per_s
 
-    def priors(self, tokens: int = 0) -> CostPriors:
-        """What a scheduler would assume here before measuring; ``tokens``: a typical training sequence."""
+    def priors(self, tokens: int = 0, step_s: float = 0.0) -> CostPriors:
+        """What a scheduler would assume here before measuring; ``tokens``: a typical training sequence; ``step_s``: how
+        long a step is expected to take.
+        """
         typical = max(1, tokens)
         return CostPriors(
             to_train_s=self.to_train_s,
@@ -81,4 +94,5 @@ class Hardware:
             prefill_tps=self.prefill_tps,
             prefill_quadratic=self.prefill_q,
             train_tps=typical / self.train_s(typical),
+            step_s=step_s,
         )

@@ -37,6 +37,10 @@ class SimResult:
     """Least cell time of the work that cuts left undone: to be taken off a bound for all work."""
     events: int
     """Simulated events, internal ones included."""
+    lost_cells: int = 0
+    """Lives of cells that ended during the run."""
+    computed_again: int = 0
+    """Micro-batches whose gradient died with a core and was computed again."""
     lanes: tuple[Lane, ...] = field(repr=False, default=())
 
     @property
