@@ -1,10 +1,18 @@
 """An execution that grows to a million tokens: does a late call cost more than an early one, and what is kept?
 
-700 calls, 20 compactions, 40 sub-agents, Qwen's vocabulary. The main agent first works without compaction (to about
-600 thousand tokens of context), then compacts its history every dozen calls. Every call goes through the dialect, the
-matcher, the chat format, the tree and the store; only the socket is missing. The peer encodes the history again at
-every call, as a proxy without a tree does. A second part (`one_path`) keeps one conversation going without compaction,
-to a million tokens of context.
+700 calls, 20 compactions, 40 sub-agents, Qwen's vocabulary; about 1450 new tokens a call, a quarter of them sampled.
+Every call goes through the dialect, the matcher, the chat format, the tree and the store; only the socket is missing.
+The peer encodes the history again at every call, as a proxy without a tree does, with the same renderer and tokenizer;
+its costs are those of the encoding alone, ours hold everything (planning, parsing, tree, packing, the database).
+
+What a compaction does decides how long contexts are, and with that what encoding again costs, so three shapes are run:
+
+- `folded` (the main result): every 35 calls the agent folds its last ten steps into a summary and goes on from the long
+  context before them (context folding), so that contexts grow to some 700 thousand tokens;
+- `windowed`: every 33 calls the agent starts over from a summary, so that no context passes 50 thousand tokens. Each
+  call has so many new tokens in so short a context that no proxy can be much faster than the peer: `bound` is the ratio
+  of tokens in all prompts to tokens that are new, which is what a proxy without any cost of its own would reach;
+- `one_path`: no compaction, no sub-agents, one context of a million tokens.
 
 Run: `python benchmarks/tito_long.py [--json] [--small]`. The last line is one JSON object.
 """
@@ -105,85 +113,134 @@ class Driver:
         return read - begin, done - read, answer.prompt_tokens
 
 
-async def grow(chat, folder: Path, calls: int, new: int, compactions: int, helpers: int) -> dict:
-    """The main scenario."""
-    rng = random.Random(1)
-    store = Store.open(folder / f"{compactions}.db", writable=True)
-    service = TitoService(Engine(chat, new // 4), store, chat)
-    await service.open_execution(ExecutionSpec("e"))
-    execution = service._open("e")
+class Scenario:
+    """One execution: its agents, and what every call cost."""
 
-    def text(size: int) -> str:
-        return " ".join(rng.choices(WORDS, k=size))
+    def __init__(self, chat, folder: Path, name: str, new: int) -> None:
+        self.chat, self.folder, self.new = chat, folder, new
+        self.rng = random.Random(1)
+        self.store = Store.open(folder / f"{name}.db", writable=True)
+        self.service = TitoService(Engine(chat, new // 4), self.store, chat)
+        self.work: list[float] = []
+        self.reads: list[float] = []
+        self.contexts: list[int] = []
+        self.kept: list[tuple[float, Path]] = []
 
-    warm = Driver(service, execution, "warm", text(100))
+    async def open(self) -> None:
+        await self.service.open_execution(ExecutionSpec("e"))
+        self.execution = self.service._open("e")
+
+    def text(self, size: int) -> str:
+        return " ".join(self.rng.choices(WORDS, k=size))
+
+    def agent(self, session: str, opening: int) -> Driver:
+        return Driver(self.service, self.execution, session, self.text(opening))
+
+    async def call(self, agent: Driver, every: int) -> None:
+        """One call of an agent, and the user message after it. Every so-and-so-many-th history is kept for the peer."""
+        read, spent, prompt = await agent.call()
+        if len(self.work) % every == every // 2:
+            file = self.folder / f"history-{len(self.work)}"
+            file.write_bytes(b"\n".join(agent.parts[:-1]))
+            self.kept.append((spent, file))
+        self.work.append(spent)
+        self.reads.append(read)
+        self.contexts.append(prompt)
+        agent.add("user", self.text(self.new * 3 // 4))
+
+    def peer(self) -> list[tuple[float, float]]:
+        """(seconds to encode a kept history again, seconds of our call)."""
+        out = []
+        for spent, file in self.kept:
+            messages = [Message(one["role"], one["content"]) for one in map(json.loads, file.read_bytes().splitlines())]
+            begin = time.process_time()
+            self.chat.render(messages, ())
+            out.append((time.process_time() - begin, spent))
+            file.unlink()
+        return out
+
+
+def fold(main: Driver, scenario: Scenario) -> None:
+    """The last ten steps become a summary; what was before them stays."""
+    if len(main.parts) > 21:
+        del main.parts[-20:]
+        main.add("user", "What the last steps found: " + scenario.text(200))
+
+
+def restart(main: Driver, scenario: Scenario) -> None:
+    """Everything becomes a summary."""
+    main.parts = []
+    main.add("user", main.opening)
+    main.add("user", "Summary so far: " + scenario.text(600))
+
+
+async def grow(chat, folder: Path, name: str, calls: int, compact, compactions: int, helpers: int) -> dict:
+    """Run one scenario."""
+    scenario = Scenario(chat, folder, name, 1450)
+    await scenario.open()
+    every = max(calls // 24, 1)
+    warm = scenario.agent("warm", 100)
     for _ in range(5):
         await warm.call()
-        warm.add("user", text(100))
+        warm.add("user", scenario.text(100))
     before = rss()
-    main = Driver(service, execution, "main", text(400))
-    work, contexts, reads, histories = [], [], [], []
+    main = scenario.agent("main", 400)
     helper_at = set(np.linspace(10, calls - 10, helpers, dtype=int)) if helpers else set()
-    compact_at = set(np.linspace(calls * 3 // 5, calls - 20, compactions, dtype=int)) if compactions else set()
-    number = 0
-    while number < calls:
+    compact_at = set(np.linspace(0, calls, compactions + 2, dtype=int)[1:-1])
+    while len(scenario.work) < calls:
+        number = len(scenario.work)
         if number in helper_at:
-            helper = Driver(service, execution, f"helper-{number}", text(300))
-            for _ in range(min(3, calls - number)):
-                await helper.call()
-                helper.add("user", text(new * 3 // 4))
-                number += 1
-        if number in compact_at:
-            main.parts = []
-            main.add("user", main.opening)
-            main.add("user", "Summary so far: " + text(600))
-        read, spent, prompt = await main.call()
-        work.append(spent)
-        reads.append(read)
-        contexts.append(prompt)
-        if number % max(calls // 24, 1) == 0:
-            kept = folder / f"history-{number}"
-            kept.write_bytes(b"\n".join(main.parts))
-            histories.append((spent, kept))
-        main.add("user", text(new * 3 // 4))
-        number += 1
-    tree = execution.tree
-    total = tree.token_count
-    parts = len(main.parts)
+            helper = scenario.agent(f"helper-{number}", 300)
+            for _ in range(3):
+                await scenario.call(helper, every)
+                if len(scenario.work) in compact_at:
+                    compact_at.add(len(scenario.work) + 1)
+        if len(scenario.work) in compact_at:
+            compact(main, scenario)
+        await scenario.call(main, every)
+    tree = scenario.execution.tree
     del main, warm
-    after = rss()
-    encodes = []
-    for spent, kept in histories:
-        messages = [Message(one["role"], one["content"]) for one in map(json.loads, kept.read_bytes().splitlines())]
-        begin = time.process_time()
-        chat.render(messages, ())
-        encodes.append((time.process_time() - begin, spent))
-    path = store.path
-    await service.close()
-    store.close()
+    return await report(scenario, tree, rss() - before)
+
+
+async def report(scenario: Scenario, tree, grown: int) -> dict:
+    total, path = tree.token_count, scenario.store.path
+    pairs = scenario.peer()
+    await scenario.service.close()
+    scenario.store.close()
+    size = sum(file.stat().st_size for file in path.parent.glob(path.name + "*"))
     begin = time.perf_counter()
     with Store.open(path) as reader:
+        calls = reader.calls("e")
         again = reader.load_tree("e")
     reload_s = time.perf_counter() - begin
     assert again.token_count == total
-    at_10k = [spent for spent, context in zip(work, contexts, strict=True) if 6_000 < context < 14_000][:12]
-    late = work[-max(12, len(work) // 20) :]
+    new = sum(len(call.context_ids) for call in calls)
+    at_10k = [spent for spent, long in zip(scenario.work, scenario.contexts, strict=True) if 6_000 < long < 14_000]
+    late = scenario.work[-max(12, len(scenario.work) // 20) :]
     return {
         "calls": len(tree.calls),
-        "messages": parts,
         "tokens": total,
         "leaves": len(tree.leaves()),
-        "longest_context": max(contexts),
+        "longest_context": max(scenario.contexts),
+        "mean_context": sum(scenario.contexts) / len(scenario.contexts),
+        "compactions": sum(call.link.value in ("compaction", "rewrite") for call in calls),
         "ms_at_10k": 1e3 * statistics.median(at_10k),
         "ms_at_end": 1e3 * statistics.median(late),
-        "read_ms_at_end": 1e3 * statistics.median(reads[-12:]),
+        "read_ms_at_end": 1e3 * statistics.median(scenario.reads[-12:]),
         "call_work_ratio": statistics.median(late) / statistics.median(at_10k),
-        "ram_bytes_per_token": (after - before) / total,
-        "disk_bytes_per_token": path.stat().st_size / total,
+        "ram_bytes_per_token": grown / total,
+        "disk_bytes_per_token": size / total,
         "reload_s": reload_s,
-        "vs_reencode": sum(one for one, _ in encodes) / sum(spent for _, spent in encodes),
-        "reencode_ms_at_end": 1e3 * encodes[-1][0],
+        "vs_reencode": sum(one for one, _ in pairs) / sum(spent for _, spent in pairs),
+        "bound": sum(scenario.contexts) / new,
+        "reencode_ms_mean": 1e3 * sum(one for one, _ in pairs) / len(pairs),
+        "ms_mean": 1e3 * sum(spent for _, spent in pairs) / len(pairs),
     }
+
+
+def _rounded(values: dict) -> dict:
+    return {key: round(value, 3) for key, value in values.items()}
 
 
 def main() -> None:
@@ -194,14 +251,18 @@ def main() -> None:
     calls, helpers, compactions = (70, 4, 2) if asked.small else (700, 40, 20)
     name, chat = load_chat()
     with tempfile.TemporaryDirectory() as folder:
-        agent = asyncio.run(grow(chat, Path(folder), calls, 1450, compactions, helpers))
-        straight = asyncio.run(grow(chat, Path(folder), calls, 1450, 0, 0))
+        where = Path(folder)
+        folded = asyncio.run(grow(chat, where, "folded", calls, fold, compactions, helpers))
+        windowed = asyncio.run(grow(chat, where, "windowed", calls, restart, compactions, helpers))
+        straight = asyncio.run(grow(chat, where, "one_path", calls, restart, 0, 0))
     result = {
         "benchmark": "tito_long",
         "vocabulary": name,
-        **{key: round(value, 3) for key, value in agent.items()},
-        "one_path": {key: round(value, 3) for key, value in straight.items()},
-        "peer": "encoding the whole history again at each call (same renderer, same tokenizer)",
+        "shape": "folded",
+        **_rounded(folded),
+        "windowed": _rounded(windowed),
+        "one_path": _rounded(straight),
+        "peer": "encoding the whole history again at each call (same renderer, same tokenizer, nothing else)",
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
     }
     if not asked.json:

@@ -21,6 +21,16 @@ def array(ids):
     return np.asarray(ids, dtype=np.int32)
 
 
+def test_long_and_short_texts_are_encoded_alike():
+    tokenizer = tiny_tokenizer()
+    text = "read the file <think>\nä€ 漢字</think> <|im_end|>\n" * 200
+    pieces = [text[at : at + 900] for at in range(0, len(text), 900)]
+    assert len(text) > 4096
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(text) == tokenizer.encode_with_offsets(text)[0]
+    assert all(tokenizer.encode(one) == tokenizer.encode_with_offsets(one)[0] for one in pieces)
+
+
 @pytest.mark.parametrize("new", NEW.values(), ids=NEW.keys())
 @pytest.mark.parametrize("family", ["qwen3", "default"])
 def test_bridging_a_canonical_turn_is_rendering_it(family, new):

@@ -135,6 +135,20 @@ async def test_rewritten_history_branches_from_the_longest_true_prefix(tmp_path)
         assert {one.session for one in calls} == {"main"}
 
 
+async def test_folding_the_last_steps_is_a_compaction_and_asking_otherwise_is_a_rewrite(tmp_path):
+    async with Bench(tmp_path, None, *"abcdef") as bench:
+        messages = [{"role": "user", "content": "u"}]
+        for _ in range(4):
+            said = (await bench.chat_call(messages))["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+        await bench.chat_call([*messages[:2], {"role": "user", "content": "summary of the steps since"}])
+        await bench.chat_call([*messages[:2], {"role": "user", "content": "another summary"}])
+        bench.check_law_one()
+        calls = bench.store.calls("e")
+        assert [one.link for one in calls[3:]] == [Link.EXTEND, Link.COMPACTION, Link.REWRITE]
+        assert {(one.parent, one.prefix_len) for one in calls[4:]} == {(0, calls[0].path_len)}
+
+
 async def test_dropped_reasoning_branches_and_absent_reasoning_does_not(tmp_path):
     thought = "<think>\ndeep\n</think>\n\nyes"
     async with Bench(tmp_path, None, thought, "a", "b") as bench:

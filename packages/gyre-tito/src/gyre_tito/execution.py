@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +30,9 @@ from gyre_tito.requests import Transcript, invalid
 from gyre_tito.retries import Attempts
 from gyre_tito.tree import TrajectoryTree, common_prefix
 
+T = TypeVar("T")
 _BUFFERS = 8
-_INLINE_BYTES = 16_384
+_INLINE = 8_192
 _NOTHING = np.empty(0, dtype=np.int32)
 
 
@@ -122,7 +125,7 @@ class Execution:
         ids, parent, prefix = None, -1, 0
         if found.recorded is not None:
             parent, prefix = found.recorded.call, self.tree.place(found.recorded.call).path_len
-            ids = self._extension(found, transcript)
+            ids = await self._extension(found, transcript, pool)
         if ids is None:
             new = (*transcript.preface, *transcript.decode(transcript.raw))
             rendered = await self._render(new, transcript, pool)
@@ -187,19 +190,18 @@ class Execution:
         own = self.tree.path_ids(state.last_call, min(prefix, self.tree.place(state.last_call).path_len))
         return common_prefix(own, self.tree.path_ids(parent, prefix))
 
-    def _extension(self, found: Match, transcript: Transcript) -> NDArray[np.int32] | None:
+    async def _extension(self, found: Match, transcript: Transcript, pool: Executor) -> NDArray[np.int32] | None:
         assert found.recorded is not None
         place = self.tree.place(found.recorded.call)
         path = self.tree.tail_ids(found.recorded.call, TAIL_TOKENS + place.path_len - place.prompt_len)
         size = place.path_len - place.prompt_len
         tail, sampled = path[: len(path) - size], path[len(path) - size :]
-        return self.chat.extend(tail, sampled, found.new, transcript.tools)
+        extend = partial(self.chat.extend, tail, sampled, found.new, transcript.tools)
+        return await _off_loop(pool, sum(len(one.content) for one in found.new), extend)
 
     async def _render(self, messages: tuple[Message, ...], transcript: Transcript, pool: Executor) -> NDArray[np.int32]:
-        if len(transcript.raw) + len(transcript.tools_raw) < _INLINE_BYTES:
-            return self.chat.render(messages, transcript.tools)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(pool, self.chat.render, messages, transcript.tools)
+        size = len(transcript.raw) + len(transcript.tools_raw)
+        return await _off_loop(pool, size, partial(self.chat.render, messages, transcript.tools))
 
     def _buffer(self, parent: int, prefix: int) -> Growable[np.int32]:
         """A buffer that holds exactly the first `prefix` tokens of `parent`'s path, reused when one is there."""
@@ -251,7 +253,9 @@ class Execution:
         if state.last_call < 0:
             return Link.START
         if not rendered and not any(message.role == "assistant" for message in found.new):
-            return Link.EXTEND
+            assert found.recorded is not None
+            if found.recorded.call == state.last_call or found.count > state.count:
+                return Link.EXTEND
         if self.chat.history == "template" and found.recorded is not None and not found.broken:
             return Link.TEMPLATE
         return Link.COMPACTION if found.count < state.count else Link.REWRITE
@@ -319,3 +323,10 @@ class Execution:
         """Take over the final verdict and drop what only a running execution needs."""
         self.info = replace(info)
         self._buffers.clear()
+
+
+async def _off_loop(pool: Executor, size: int, work: Callable[[], T]) -> T:
+    """Do tokenizing `work` of `size` characters: long ones in the pool, so that other agents need not wait for it."""
+    if size < _INLINE:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(pool, work)

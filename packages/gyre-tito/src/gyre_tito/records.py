@@ -33,8 +33,8 @@ class Link(StrEnum):
 
     `start`: the first call of a session. `extend`: recorded tokens plus new messages. `retry`: the same prompt again.
     `rewrite`: the agent changed its history; a branch from the longest true prefix. `compaction`: a rewrite that
-    kept the instructions and dropped turns. `template`: the chat template itself rewrote old turns. `unknown`:
-    imported from a file that does not say.
+    dropped turns (all but the instructions, or the latest ones). `template`: the chat template itself rewrote old
+    turns. `unknown`: imported from a file that does not say.
     """
 
     START = "start"

@@ -50,10 +50,10 @@ class Store:
         return cls(where, schema.connect_reader(where), writer)
 
     def close(self) -> None:
-        """Write what is queued and close."""
+        """Write what is queued and close. The last writer to leave folds the log into the file."""
+        self._reader.close()
         if self._writer is not None:
             self._writer.close()
-        self._reader.close()
 
     def __enter__(self) -> Store:
         return self

@@ -16,6 +16,8 @@ import tokenizers
 
 from gyre_tito.template import ChatTemplate
 
+_SHORT = 1024  # characters
+
 
 class FormatError(ValueError):
     """A model folder, tokenizer or chat format cannot be used; the message says what is missing."""
@@ -87,7 +89,10 @@ class FastTokenizer:
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         """Ids of `text`; no tokens are added at its ends."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        if len(text) < _SHORT:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        # The batch call lets other threads run meanwhile, and leaves out the character offsets: half the work.
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text` and the characters (start, end) that each covers."""
