@@ -74,15 +74,18 @@ class Step:
                 await self.give(core, self.late.pop(self.rng.randrange(len(self.late))))
 
 
+@pytest.mark.parametrize("way", ["disk", "memory"])
 @pytest.mark.parametrize("trials", [4, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 async def test_any_schedule_gives_the_parameters_of_one_trainer(
-    trials: int, folder_of: Callable[..., Path], context: ComponentContext, batches: Any, tmp_path: Path
+    way: str, trials: int, folder_of: Callable[..., Path], context: ComponentContext, batches: Any, tmp_path: Path
 ) -> None:
     work: list[MicroBatch] = batches(count=6)
     start = WeightSource(0, str(folder_of("qwen3")))
 
     async def made(core: bool) -> LocalTrainer:
-        trainer = LocalTrainer(LocalTrainerOptions(dtype="float64", learning_rate=1e-2), context)
+        publish = "delta" if way == "memory" else "disk"
+        options = LocalTrainerOptions(dtype="float64", learning_rate=1e-2, handover=way, publish=publish)
+        trainer = LocalTrainer(options, context)
         await trainer.start(start, core=core)
         return trainer
 

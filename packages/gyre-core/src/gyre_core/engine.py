@@ -126,8 +126,10 @@ class WeightSource:
 
     version: int
     location: str
-    """For kind "disk": a folder with safetensors and config.json."""
+    """A folder with config.json and, for "disk" and "shm", safetensors; for "delta", what changed and a manifest that
+    names its base beside it."""
     kind: str = "disk"
+    """"disk", "shm" (a folder in this machine's shared memory) or "delta"; what the folder's manifest says counts."""
 
 
 class Engine(KVHolder, Protocol):

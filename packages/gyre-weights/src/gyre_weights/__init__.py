@@ -5,8 +5,9 @@ Imports numpy and the standard library; torch only when a function that needs it
 
 from __future__ import annotations
 
-from gyre_weights.apply import Held, Verify, apply, catch_up
+from gyre_weights.apply import Held, Verify, apply, catch_up, write_patch
 from gyre_weights.arrays import HostTensor, host_tensor
+from gyre_weights.delta_code import Patch
 from gyre_weights.digest import Digest, digest_bytes, digest_torch
 from gyre_weights.errors import (
     CorruptError,
@@ -30,6 +31,7 @@ __all__ = [
     "IncompleteError",
     "Kind",
     "MismatchError",
+    "Patch",
     "PeerError",
     "Published",
     "Publisher",
@@ -53,4 +55,5 @@ __all__ = [
     "versions_in",
     "write_delta_part",
     "write_part",
+    "write_patch",
 ]

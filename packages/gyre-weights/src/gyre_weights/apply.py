@@ -73,7 +73,7 @@ def apply(
     if version.is_delta:
         patches = [(name, version.patch(name)) for name in names if name in version.changed]
         for name, change in patches:
-            _patch(targets[name], change)
+            write_patch(targets[name], change)
     else:
         for name in names:
             _write(version, name, targets[name], check=verify is Verify.DURING)
@@ -194,8 +194,8 @@ def _write(version: Version, name: str, target: Any, *, check: bool) -> None:
         np.copyto(target, source.numpy(), casting="unsafe")
 
 
-def _patch(target: Any, change: Patch) -> None:
-    """Write changed elements into a contiguous target."""
+def write_patch(target: Any, change: Patch) -> None:
+    """Write changed elements into a contiguous target of as many elements, in its own dtype."""
     memory = _bytes_of(target, change.dtype)
     if memory is not None:
         memory.view(f"u{DTYPE_BYTES[change.dtype]}")[change.positions] = change.bits

@@ -102,16 +102,17 @@ def chain(root: str | Path, version: int) -> list[int]:
 
 
 def drop_old(root: str | Path, keep: int, spare: Iterable[str | Path] = ()) -> list[int]:
-    """Remove all but the newest `keep` versions, what these rest on, and the folders in `spare`; which were removed.
+    """Remove all but the newest `keep` versions, the folders in `spare`, and what these rest on; which were removed.
     A reader that has a dropped version open keeps its mapping."""
     versions = versions_in(root)
     spared = {Path(path).resolve() for path in spare}
     wanted: set[int] = set()
-    for version in sorted(versions)[-keep:]:
+    kept = sorted(versions)[-keep:] + [version for version, path in versions.items() if path.resolve() in spared]
+    for version in kept:
         wanted.update(chain(root, version))
     dropped = []
     for version, path in sorted(versions.items()):
-        if version not in wanted and path.resolve() not in spared:
+        if version not in wanted:
             if path.is_symlink():
                 path.unlink(missing_ok=True)
             else:

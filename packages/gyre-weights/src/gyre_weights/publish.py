@@ -100,7 +100,7 @@ def _publish(
     with new_folder(target, durable=durable) as draft:
         part = write(draft)
         manifest = finish_version(draft, [part], version=version, kind=kind, base=base, extras=extras, durable=durable)
-    drop_old(root, keep, spare)
+    drop_old(root, keep, [*spare, target])  # also after a step back to an older number
     return Published(
         version, str(target), kind, sum(manifest.files.values()), time.perf_counter() - started, manifest.digest,
         None if base is None else base.version, None if base is None else part.changed,

@@ -89,7 +89,7 @@ class Publisher:
         )  # fmt: skip
         link_version(self.folder, version, Path(published.location))
         drop_links(self.folder)
-        drop_old(self.folder, self._keep, spare)
+        drop_old(self.folder, self._keep, [*spare, version_folder(self.folder, version)])
         return published
 
     def _delta(
@@ -97,7 +97,12 @@ class Publisher:
     ) -> Published:
         spare = list(spare)
         shadow = self._shadow
-        if shadow is not None and self._deltas < self._full_every - 1 and self._holds(shadow):
+        if (
+            shadow is not None
+            and shadow.version < version
+            and self._deltas < self._full_every - 1
+            and self._holds(shadow)
+        ):
             try:
                 published = publish_delta(
                     self.folder, version, tensors(), shadow, keep=self._keep, extras=extras, spare=spare

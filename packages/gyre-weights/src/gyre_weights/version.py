@@ -111,6 +111,12 @@ class Version(Mapping[str, HostTensor]):
         for name, entry in self.manifest.stored.items():
             self.verify_stored(name, entry)
 
+    def verify_all(self) -> None:
+        """As `verify`, with every version that this one rests on."""
+        self.verify()
+        if self.is_delta:
+            self.open_base().verify_all()
+
     def verify_stored(self, name: str, entry: StoredEntry) -> None:
         """Compare one stored entry with its digest."""
         found = digest_bytes(self._window(entry).data) if entry.digest else ""

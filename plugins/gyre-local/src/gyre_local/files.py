@@ -66,7 +66,12 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def write_json(path: Path, value: Any) -> None:
     """Indented JSON, in one line an entry so that differences read well."""
-    path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(json_text(value), encoding="utf-8")
+
+
+def json_text(value: Any) -> str:
+    """The text of `write_json`."""
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
 
 
 def checksum(path: Path) -> int:

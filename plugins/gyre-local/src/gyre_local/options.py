@@ -13,6 +13,8 @@ from typing import Any
 ENGINE_DTYPES = ("float32", "float64", "bfloat16", "float16")
 TRAINER_DTYPES = ("float32", "float64", "bfloat16")
 METHODS = ("packed", "dfs", "branches")
+PUBLISH = ("disk", "shm", "delta")
+HANDOVER = ("disk", "memory")
 
 
 def _positive(owner: object, *names: str) -> None:
@@ -84,10 +86,22 @@ class LocalTrainerOptions:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 means no clipping."""
     keep_versions: int = 3
-    """Published versions kept on disk."""
+    """Published versions kept."""
+    publish: str = "disk"
+    """How a version travels: disk (whole, forced to disk), shm (whole, in this machine's memory), delta (on disk, what
+    changed since the version before)."""
+    full_every: int = 16
+    """With publish = "delta": at least every so many versions is a whole one."""
+    handover: str = "disk"
+    """How a satellite's gradient reaches the core: disk (a file in the run directory, which a resumed run counts
+    again), memory (the core's memory; after a crash of the core the open step's micro-batches are computed again)."""
+    handover_timeout_s: float = 60.0
+    """With handover = "memory": longest silence of the other side before a handover ends and the lease goes back."""
 
     def __post_init__(self) -> None:
-        _positive(self, "temperature", "learning_rate", "eps", "keep_versions")
+        _positive(self, "temperature", "learning_rate", "eps", "keep_versions", "full_every", "handover_timeout_s")
+        _one_of(self, "publish", PUBLISH)
+        _one_of(self, "handover", HANDOVER)
         _one_of(self, "dtype", TRAINER_DTYPES)
         _one_of(self, "method", METHODS)
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):

@@ -69,6 +69,18 @@ class Weights:
     head: torch.Tensor
     rope: RopeTables
 
+    def named(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Where each Hugging Face tensor lies in the fused ones: contiguous windows, several where it is repeated. A
+        name that is not here lies nowhere of its own (a tied head)."""
+        found: dict[str, tuple[torch.Tensor, ...]] = {
+            "model.embed_tokens.weight": (self.embed,), "model.norm.weight": (self.norm,)
+        }  # fmt: skip
+        if self.head is not self.embed:
+            found["lm_head.weight"] = (self.head,)
+        for index, layer in enumerate(self.layers):
+            found |= {f"model.layers.{index}.{name}": at for name, at in _windows(layer, self.arch).items()}
+        return found
+
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters; a tied head counts once."""
@@ -115,13 +127,6 @@ def read_tensors(folder: str | Path, only: Sequence[str] = ()) -> dict[str, torc
             fix="Check the weight source's location.",
         )  # fmt: skip
     return found
-
-
-def load_weights(
-    folder: str | Path, arch: Architecture, dtype: torch.dtype, device: torch.device, rope: RopeTables
-) -> Weights:
-    """Read and fuse the weights under `folder`."""
-    return fuse(read_tensors(folder), arch, dtype, device, rope, doing=f"taking weights from {folder}")
 
 
 class _Shelf:
@@ -182,6 +187,40 @@ def fuse(
     )
     shelf.check_empty("lm_head.weight" if tied else "")
     return made
+
+
+def _windows(layer: LayerWeights, arch: Architecture) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Where a block's Hugging Face tensors lie."""
+    heads, kv, size = arch.heads, arch.kv_heads, arch.head_size
+    rows = [heads * size, kv * size, kv * size]
+    q, k, v = _cut(layer.qkv, rows)
+    gate, up = _cut(layer.gate_up, [arch.intermediate] * 2)
+    found: dict[str, tuple[torch.Tensor, ...]] = {
+        "input_layernorm.weight": (layer.input_norm,),
+        "post_attention_layernorm.weight": (layer.post_norm,),
+        "self_attn.q_proj.weight": (q,),
+        "self_attn.k_proj.weight": (k,),
+        "self_attn.v_proj.weight": (v,),
+        "self_attn.o_proj.weight": (layer.out,),
+        "mlp.gate_proj.weight": (gate,),
+        "mlp.up_proj.weight": (up,),
+        "mlp.down_proj.weight": (layer.down,),
+    }
+    if layer.qkv_bias is not None:
+        for part, bias in zip("qkv", _cut(layer.qkv_bias, rows), strict=True):
+            found[f"self_attn.{part}_proj.bias"] = (bias,)
+    if layer.out_bias is not None:
+        found["self_attn.o_proj.bias"] = (layer.out_bias,)
+    if layer.qk_norm is not None:
+        found["self_attn.q_norm.weight"] = tuple(layer.qk_norm[:heads])
+        found["self_attn.k_norm.weight"] = tuple(layer.qk_norm[heads:])
+    return found
+
+
+def _cut(tensor: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
+    """Windows of so many rows each."""
+    ends = [sum(rows[: i + 1]) for i in range(len(rows))]
+    return [tensor[end - count : end] for end, count in zip(ends, rows, strict=True)]
 
 
 def _layer(prefix: str, arch: Architecture, shelf: _Shelf) -> LayerWeights:

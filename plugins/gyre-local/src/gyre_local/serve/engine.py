@@ -32,11 +32,13 @@ from gyre_core import (
     PinnedKV,
     WeightSource,
 )
+from gyre_weights import Held, Version, write_patch
 
 from gyre_local.kv.prefix import Tokens
 from gyre_local.memory import give_back
 from gyre_local.model.architecture import Architecture, read_architecture
-from gyre_local.model.weights import DTYPES, RopeTables, Weights, load_weights, rope_tables
+from gyre_local.model.sources import NOTHING, check_kind, open_source, patches_onto, tensors_of
+from gyre_local.model.weights import DTYPES, RopeTables, Weights, fuse, rope_tables
 from gyre_local.options import LocalEngineOptions
 from gyre_local.serve.calls import Call, Mailbox, new_call
 from gyre_local.serve.core import EngineCore, context_limit
@@ -65,6 +67,7 @@ class LocalEngine:
         self._regions: Sequence[MemoryRegion] = ()
         self._meter = Meter()
         self._version = -1
+        self._held = NOTHING
         self._limit = 0
         self._asked = 0
         self._changing = asyncio.Lock()
@@ -97,21 +100,18 @@ class LocalEngine:
     async def _rise(self, source: WeightSource, what: str) -> None:
         async with self._changing:
             started = time.perf_counter()
-            weights = await asyncio.to_thread(self._load, source)
+            version = await asyncio.to_thread(self._open, source)
+            weights = await asyncio.to_thread(self._load, source, version)
             core = await asyncio.to_thread(EngineCore, weights, source.version, self.options)
             core.meter = self._meter
             self._limit, self._regions = core.max_tokens, core.pool.regions()
             self._worker = Worker(core, self._context.threads, self._context.name)
-            self._version = source.version
+            self._version, self._held = source.version, Held(source.version, version.digest)
             self.timings[what] = time.perf_counter() - started
 
-    def _load(self, source: WeightSource) -> Weights:
-        """Read and fuse; runs in a thread beside the engine. The architecture must not change between versions."""
-        if source.kind != "disk":
-            raise CapabilityError(
-                f"loading policy version {source.version}", got=f"a weight source of kind {source.kind!r}",
-                expected="kind 'disk'", fix="Publish the version to a folder.",
-            )  # fmt: skip
+    def _open(self, source: WeightSource) -> Version:
+        """Open the version, once its architecture is known to be ours; it must not change between versions."""
+        check_kind(source)
         try:
             arch = read_architecture(source.location)
         except ConfigError as error:
@@ -127,21 +127,33 @@ class LocalEngine:
                 fix="All versions of a run must share one config.json.",
             )  # fmt: skip
         self._arch = arch
+        return open_source(source)
+
+    def _load(self, source: WeightSource, version: Version) -> Weights:
+        """Read and fuse; runs in a thread beside the engine."""
+        assert self._arch is not None
         if self._rope is None:
-            self._rope = rope_tables(arch, context_limit(arch, self.options), self._dtype, self._device)
-        return load_weights(source.location, arch, self._dtype, self._device, self._rope)
+            self._rope = rope_tables(self._arch, context_limit(self._arch, self.options), self._dtype, self._device)
+        doing = f"taking weights from {source.location}"
+        return fuse(tensors_of(version, source), self._arch, self._dtype, self._device, self._rope, doing)
 
     async def update_weights(self, source: WeightSource) -> None:
-        """Read the new weights beside the running engine, then swap them in between two passes. Fails without
-        changing anything when they cannot be read."""
+        """Read the new weights beside the running engine, then swap them in between two passes; of a delta against the
+        version in use, only what changed is written, in place. Fails without changing anything when they cannot be
+        read."""
         async with self._changing:
             started = time.perf_counter()
             worker = self._ready("updating weights")
-            weights = await asyncio.to_thread(self._load, source)
+            version = await asyncio.to_thread(self._open, source)
+            named = (await worker.do(lambda core: core.weights)).named() if version.is_delta else {}
+            patches = await asyncio.to_thread(patches_onto, version, source, self._held, named)
+            weights = None if patches is not None else await asyncio.to_thread(self._load, source, version)
 
             def swap(core: EngineCore) -> None:
-                core.swap_weights(weights, source.version)
-                self._version = source.version
+                for target, patch in patches or ():
+                    write_patch(target, patch)
+                core.swap_weights(core.weights if weights is None else weights, source.version)
+                self._version, self._held = source.version, Held(source.version, version.digest)
 
             await worker.do(swap)
             self.timings["update_weights"] = time.perf_counter() - started
@@ -171,7 +183,7 @@ class LocalEngine:
             await asyncio.sleep(0.01)
 
     async def _fall(self, worker: Worker) -> None:
-        self._worker, self._regions, self._rope = None, (), None
+        self._worker, self._regions, self._rope, self._held = None, (), None, NOTHING
         await asyncio.to_thread(worker.stop)
         await asyncio.to_thread(give_back, self._device)
 

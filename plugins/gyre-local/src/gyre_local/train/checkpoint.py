@@ -1,4 +1,4 @@
-"""Published versions and checkpoints as folders.
+"""Checkpoints as folders, and the small files of a published version.
 
 Invariants: a folder appears complete or not at all; a checkpoint carries the size and checksum of each of its files,
 so that one cut short is refused, not half used. No pickle anywhere.
@@ -7,15 +7,15 @@ so that one cut short is refused, not half used. No pickle anywhere.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from gyre_core import InfrastructureError
+from gyre_weights.folder import write_extras
 
-from gyre_local.files import checksum, new_folder, save_tensors, write_json
+from gyre_local.files import checksum, json_text, new_folder, save_tensors, write_json
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -26,34 +26,17 @@ _COPIED = (
 )  # fmt: skip
 
 
-def write_model(folder: Path, tensors: Mapping[str, torch.Tensor], source: Path, dtype: str, version: int) -> None:
-    """Weights, config.json and the tokenizer's files; `source` is a folder of the same model."""
-    save_tensors(tensors, folder / WEIGHTS, {"gyre_version": str(version)})
+def model_files(source: Path, dtype: str) -> dict[str, bytes | Path]:
+    """What a model's folder has beside its weights: config.json for `dtype`, and the tokenizer's files of `source`, a
+    folder of the same model."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    write_json(folder / "config.json", config | {"dtype": dtype})
+    found: dict[str, bytes | Path] = {"config.json": json_text(config | {"dtype": dtype}).encode()}
     for pattern in _COPIED:
         for path in source.glob(pattern):
-            if path.is_file() and not (folder / path.name).exists():
-                shutil.copyfile(path, folder / path.name)
-
-
-def published_versions(folder: Path) -> dict[int, Path]:
-    """The v<N> folders under `folder`."""
-    found = {}
-    for path in folder.glob("v*"):
-        if path.is_dir() and path.name[1:].isdigit():
-            found[int(path.name[1:])] = path
+            if path.is_file():
+                found.setdefault(path.name, path)
     return found
-
-
-def drop_old_versions(folder: Path, keep: int, spare: Iterable[Path]) -> None:
-    """Keep the newest `keep` published versions, and those in `spare`."""
-    versions = published_versions(folder)
-    kept = {path.resolve() for path in spare}
-    for version in sorted(versions)[:-keep]:
-        if versions[version].resolve() not in kept:
-            shutil.rmtree(versions[version], ignore_errors=True)
 
 
 def write_checkpoint(
@@ -66,7 +49,8 @@ def write_checkpoint(
 ) -> None:
     """Make `target` a complete checkpoint, in place of an older one."""
     with new_folder(target) as folder:
-        write_model(folder, tensors, source, dtype, int(state["version"]))
+        save_tensors(tensors, folder / WEIGHTS, {"gyre_version": str(state["version"])})
+        write_extras(folder, model_files(source, dtype), durable=False)
         save_tensors(optimizer, folder / OPTIMIZER)
         files = {p.name: {"bytes": p.stat().st_size, "crc32": checksum(p)} for p in sorted(folder.iterdir())}
         write_json(folder / STATE, dict(state) | {"files": files})

@@ -66,17 +66,28 @@ def contribution_path(folder: str | Path, contribution_id: str) -> Path:
     return Path(folder) / f"{contribution_id}.safetensors"
 
 
-def write_contribution(
-    contribution: Contribution, gradients: Mapping[str, torch.Tensor], suspects: Iterable[Suspect]
-) -> None:
+def write_contribution(contribution: Contribution, gradients: Gradients) -> None:
     """Put it at rest at `contribution.location`."""
-    header = _header(contribution) | {
-        "format": FORMAT,
-        "suspects": [[suspect.batch_id, list(suspect.executions)] for suspect in suspects],
-    }
     path = Path(contribution.location)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_tensors(gradients, path, {"gyre": json.dumps(header)})
+    save_tensors(gradients.tensors, path, {"gyre": json.dumps(header_of(contribution, gradients.suspects))})
+
+
+def header_of(contribution: Contribution, suspects: Iterable[Suspect]) -> dict[str, Any]:
+    """What travels with the gradients: the contribution again, and whose micro-batches were not finite."""
+    listed = [[suspect.batch_id, list(suspect.executions)] for suspect in suspects]
+    return _header(contribution) | {"format": FORMAT, "suspects": listed}
+
+
+def check_header(contribution: Contribution, header: Mapping[str, Any], doing: str) -> None:
+    """ValueError when the gradients are not those of `contribution`."""
+    expected = _header(contribution) | {"format": FORMAT}
+    differ = [key for key, value in expected.items() if header.get(key) != value]
+    if differ:
+        raise ValueError(
+            f"{doing}: got {', '.join(f'{k} {header.get(k)!r}' for k in differ)} with it, expected "
+            f"{', '.join(f'{k} {expected[k]!r}' for k in differ)}"
+        )
 
 
 def _header(contribution: Contribution) -> dict[str, Any]:
@@ -101,13 +112,7 @@ def read_contribution(contribution: Contribution, shapes: Mapping[str, tuple[int
             doing, got=f"{type(error).__name__}: {error}", expected="a complete contribution file",
             fix="Lease its micro-batches again.",
         ) from error  # fmt: skip
-    expected = _header(contribution) | {"format": FORMAT}
-    differ = [key for key, value in expected.items() if header.get(key) != value]
-    if differ:
-        raise ValueError(
-            f"{doing}: got {', '.join(f'{k} {header.get(k)!r}' for k in differ)} in the file, expected "
-            f"{', '.join(f'{k} {expected[k]!r}' for k in differ)}"
-        )
+    check_header(contribution, header, doing)
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if found != dict(shapes):
         wrong = sorted(set(found.items()) ^ set(shapes.items()))[:4]

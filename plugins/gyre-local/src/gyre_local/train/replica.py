@@ -7,21 +7,24 @@ are sums in at least float32, in Hugging Face names, each tied weight once.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 from gyre_core import BatchStats, Contribution, InfrastructureError, MicroBatch, WeightSource
 from gyre_loss import TreeBatch, accumulate, from_bytes, token_logprobs
 from gyre_loss.metrics import LossMetrics
+from gyre_weights import catch_up
 from torch import nn
 
-from gyre_local.model.weights import read_tensors
+from gyre_local.model.sources import NOTHING, open_source, told_as_ours
 from gyre_local.options import LocalTrainerOptions
-from gyre_local.train.contributions import MAX_SUFFIX, Suspect, contribution_path, merge_stats, write_contribution
+from gyre_local.train.contributions import MAX_SUFFIX, Gradients, Suspect, merge_stats
 from gyre_local.train.exact import use_exact_norms
 from gyre_local.train.objectives import make_objective
 
+HandOver: TypeAlias = Callable[[Contribution, Gradients], None]
+"""Puts a closed contribution where its `location` says; raises when it could not."""
 TRAIN_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -59,6 +62,7 @@ class Replica:
         self.objective = make_objective(options.objective, options.objective_options)
         self.version = -1
         self.source_folder = ""
+        self._held = NOTHING
         self._model: nn.Module | None = None
         self._open: dict[str, torch.Tensor] = {}
         self._stats: list[BatchStats] = []
@@ -96,16 +100,16 @@ class Replica:
 
     @torch.no_grad()
     def load_weights(self, source: WeightSource) -> None:
-        """Copy another version's weights in; all or nothing. Drops the open contribution."""
-        if source.kind != "disk":
-            raise InfrastructureError(
-                f"loading policy version {source.version}", got=f"a weight source of kind {source.kind!r}",
-                expected="kind 'disk'",
-            )  # fmt: skip
-        self.take_tensors(
-            read_tensors(source.location), f"loading policy version {source.version} from {source.location}"
-        )
+        """Write another version's weights in place, of a delta against what is held only what changed; all or nothing.
+        Drops the open contribution."""
+        version = open_source(source)
+        targets = {name: p.detach() for name, p in self.model.named_parameters()}
+        extra = set(version) - set(targets)  # a tied head may be written out
+        held, self._held = self._held, NOTHING
+        with told_as_ours(source):
+            self._held = catch_up(version, targets, held=held, cast=True, optional=extra)
         self.version, self.source_folder = source.version, source.location
+        self.discard()
 
     @torch.no_grad()
     def take_tensors(self, tensors: Mapping[str, torch.Tensor], doing: str) -> None:
@@ -117,6 +121,7 @@ class Replica:
                 raise InfrastructureError(doing, got=got, expected=f"shape {list(parameter.shape)}")
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[name])
+        self._held = NOTHING
         self.discard()
 
     def logprobs(self, batch: MicroBatch) -> Sequence[float]:
@@ -162,9 +167,8 @@ class Replica:
             else:
                 self._open[name] = gradient.to(self.sum_dtype, copy=True)
 
-    def export(self, contribution_id: str, step: int, folder: str) -> Contribution:
-        """Put the open contribution at rest and start an empty one."""
-        path = contribution_path(folder, contribution_id)
+    def export(self, contribution_id: str, step: int, location: str, hand_over: HandOver) -> Contribution:
+        """Give the open contribution to `hand_over` and, when that is done, start an empty one."""
         if not self._batches:
             raise ValueError(f"exporting contribution {contribution_id!r}: got no micro-batch, expected at least one")
         if step != self._batches[0].step:
@@ -172,13 +176,13 @@ class Replica:
                 f"exporting contribution {contribution_id!r}: got step {step}, expected {self._batches[0].step}"
             )
         made = Contribution(
-            contribution_id, step, self.version, tuple(b.id for b in self._batches), str(path), merge_stats(self._stats)
+            contribution_id, step, self.version, tuple(b.id for b in self._batches), location, merge_stats(self._stats)
         )
         full = {
             name: self._open[name] if name in self._open else torch.zeros(shape, dtype=self.sum_dtype)
             for name, shape in self.shapes.items()
         }
-        write_contribution(made, full, self._suspects)
+        hand_over(made, Gradients(full, tuple(self._suspects)))
         self.discard()
         return made
 

@@ -25,13 +25,14 @@ from gyre_core import (
     TrainerCapability,
     WeightSource,
 )
+from gyre_weights import Publisher
 
-from gyre_local.files import new_folder
 from gyre_local.memory import give_back
 from gyre_local.model.weights import read_tensors
 from gyre_local.options import LocalTrainerOptions
-from gyre_local.train.checkpoint import OPTIMIZER, drop_old_versions, read_state, write_checkpoint, write_model
-from gyre_local.train.contributions import read_contribution
+from gyre_local.train.checkpoint import OPTIMIZER, model_files, read_state, write_checkpoint
+from gyre_local.train.contributions import Gradients, contribution_path, read_contribution, write_contribution
+from gyre_local.train.handover import CoreMemory, in_memory, memory_location, send_to_core
 from gyre_local.train.optimizer import Optimizer
 from gyre_local.train.replica import Replica, import_model
 
@@ -54,6 +55,9 @@ class LocalTrainer:
         self._threads = context.threads
         self._pool = ThreadPoolExecutor(1, f"gyre-local-trainer-{context.name}", self._use_threads)
         self._seed = context.seed
+        self._run_dir = context.run_dir
+        self._publisher: Publisher | None = None
+        self._memory: CoreMemory | None = None
 
     def _use_threads(self) -> None:
         if torch.get_num_threads() != self._threads:
@@ -94,6 +98,10 @@ class LocalTrainer:
             self._replica.start(source)
             if core:
                 self._optimizer = Optimizer(self.options, self._replica.parameters)
+                if self.options.handover == "memory":
+                    shapes, dtype = self._replica.shapes, self._replica.sum_dtype
+                    self._memory = CoreMemory(shapes, dtype, self._run_dir, self.options.handover_timeout_s)
+                    self._memory.open_step(self.version)
 
         await self._run("start", work)
 
@@ -116,8 +124,19 @@ class LocalTrainer:
         return await self._run("accumulate", lambda: self._replica.accumulate(batch))
 
     async def export_contribution(self, contribution_id: str, step: int, folder: str) -> Contribution:
-        """Close the open contribution and write `folder`/<id>.safetensors."""
-        return await self._run("export", lambda: self._replica.export(contribution_id, step, folder))
+        """Close the open contribution and write `folder`/<id>.safetensors; with handover = "memory" hand it to the core
+        instead."""
+        path = str(contribution_path(folder, contribution_id))
+        memory = self.options.handover == "memory"
+        location = memory_location(contribution_id) if memory else path
+        way = self._to_memory if memory else write_contribution
+        return await self._run("export", lambda: self._replica.export(contribution_id, step, location, way))
+
+    def _to_memory(self, contribution: Contribution, gradients: Gradients) -> None:
+        if self._memory is not None:
+            self._memory.keep(contribution, gradients)
+        else:
+            send_to_core(contribution, gradients, self._run_dir, self.options.handover_timeout_s)
 
     async def discard_contribution(self) -> None:
         """Forget the open contribution."""
@@ -133,9 +152,19 @@ class LocalTrainer:
                     f"adding contribution {contribution.id!r}: got gradients of policy version {contribution.version}, "
                     f"expected {self.version}"
                 )
-            optimizer.add(contribution, read_contribution(contribution, self._replica.shapes), self.version)
+            optimizer.add(contribution, self._gradients(contribution), self.version)
 
         await self._run("add", work)
+
+    def _gradients(self, contribution: Contribution) -> Gradients:
+        if not in_memory(contribution):
+            return read_contribution(contribution, self._replica.shapes)
+        if self._memory is None:
+            raise InfrastructureError(
+                f"adding contribution {contribution.id!r}", got="one in memory", expected="one at rest",
+                fix='Set handover = "memory" on every cell, or on none.',
+            )  # fmt: skip
+        return self._memory.take(contribution)
 
     async def step(self, divisor: float) -> StepResult:
         """Core: one optimizer step; skipped, with the guilty contribution named, when a gradient is not finite."""
@@ -143,22 +172,34 @@ class LocalTrainer:
 
         def work() -> StepResult:
             result = optimizer.step(divisor, self.version)
-            self._replica.version = result.version
+            self._set_version(result.version)
             return result
 
         return await self._run("step", work)
 
+    def _set_version(self, version: int) -> None:
+        self._replica.version = version
+        if self._memory is not None:
+            self._memory.open_step(version)
+
     async def publish(self, folder: str) -> WeightSource:
-        """Core: write `folder`/v<version> and drop the oldest beyond `keep_versions`."""
+        """Core: make `folder`/v<version>, in the way the option `publish` says, and drop the oldest beyond
+        `keep_versions` (not those that a kept delta rests on)."""
         self._core("publishing")
 
         def work() -> WeightSource:
-            target = Path(folder) / f"v{self.version}"
+            options = self.options
+            if self._publisher is not None and self._publisher.folder != Path(folder):
+                self._publisher.close()
+                self._publisher = None
+            if self._publisher is None:
+                self._publisher = Publisher(
+                    options.publish, folder, keep=options.keep_versions, full_every=options.full_every
+                )
             source = Path(self._replica.source_folder)
-            with new_folder(target) as partial:
-                write_model(partial, self._replica.parameters, source, self.options.dtype, self.version)
-            drop_old_versions(Path(folder), self.options.keep_versions, [source])
-            return WeightSource(self.version, str(target))
+            extras = model_files(source, options.dtype)
+            made = self._publisher.publish(self.version, lambda: self._replica.parameters, extras, [source])
+            return WeightSource(self.version, made.location, made.kind)
 
         return await self._run("publish", work)
 
@@ -188,7 +229,7 @@ class LocalTrainer:
             kept = read_tensors(Path(folder), only=(OPTIMIZER,))
             self._replica.take_tensors(read_tensors(Path(folder), only=("model.safetensors",)), doing)
             optimizer.load_state(kept, int(state["steps"]))
-            self._replica.version = int(state["version"])
+            self._set_version(int(state["version"]))
             torch.set_rng_state(kept["rng/cpu"])
             if self._device.type == "cuda" and "rng/cuda" in kept:
                 torch.cuda.set_rng_state(kept["rng/cuda"], self._device)
@@ -213,6 +254,11 @@ class LocalTrainer:
         """End for good."""
 
         def work() -> None:
+            if self._memory is not None:
+                self._memory.close()
+            if self._publisher is not None:
+                self._publisher.close()
+            self._memory = self._publisher = None
             self._replica.close()
             self._optimizer = None
             give_back(self._device)
