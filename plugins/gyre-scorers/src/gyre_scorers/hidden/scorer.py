@@ -7,6 +7,7 @@ suite that ends its process early is run again without the test that did it. Not
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import secrets
@@ -35,7 +36,7 @@ class PytestScorer:
 
     async def score(self, job: ScoringJob, workspace: Workspace) -> Score:
         """One milestone per test."""
-        suite = read_suite(job.task, self._base_dir)
+        suite = await asyncio.to_thread(read_suite, job.task, self._base_dir)
         scratch = f".gyre-{secrets.token_hex(8)}"
         try:
             results = await self._run(suite, workspace, scratch)

@@ -1,0 +1,27 @@
+"""Rotates a log: rotate.py LOG KEEP. LOG becomes LOG.1, LOG.1 becomes LOG.2, and so on; KEEP old ones stay."""
+
+import os
+import sys
+
+
+def rotate(log, keep):
+    if not os.path.exists(log) or os.path.getsize(log) == 0:
+        return 0
+    for number in range(keep, 0, -1):
+        old = f"{log}.{number}"
+        if os.path.exists(old):
+            if number == keep:
+                os.remove(old)
+            else:
+                os.rename(old, f"{log}.{number + 1}")
+    if keep:
+        os.rename(log, f"{log}.1")
+    with open(log, "w"):
+        pass
+    return 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or not sys.argv[2].isdigit():
+        sys.exit("usage: rotate.py LOG KEEP")
+    print("rotated" if rotate(sys.argv[1], int(sys.argv[2])) else "nothing to do")

@@ -1,0 +1,31 @@
+"""Keeps a program running: supervise.py RETRIES COMMAND..."""
+
+import signal
+import subprocess
+import sys
+
+
+def supervise(retries, command):
+    stopping = []
+    child = None
+
+    def stop(number, frame):
+        stopping.append(number)
+
+    signal.signal(signal.SIGTERM, stop)
+    for attempt in range(retries):
+        child = subprocess.Popen(command)
+        if stopping:
+            child.terminate()
+        code = child.wait()
+        print(f"exit {code}", flush=True)
+        if stopping:
+            return 143
+    print("gave up", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: supervise.py RETRIES COMMAND...")
+    sys.exit(supervise(int(sys.argv[1]), sys.argv[2:]))

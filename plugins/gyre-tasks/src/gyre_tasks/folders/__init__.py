@@ -1,0 +1,1 @@
+"""Tasks that are folders: a description, the files at the start, and what is hidden."""
