@@ -1,7 +1,8 @@
 """Makes tiny random Qwen3 models as Hugging Face folders: `python vllm_models.py FOLDER [--seed N]`.
 
 Head size 32, because vLLM's attention on a CPU has no kernel for the smaller odd ones. Weights are drawn large enough
-that logits differ clearly between tokens, so that greedy comparisons mean something.
+that logits differ clearly between tokens, so that greedy comparisons mean something, and small enough that sampling
+still chooses.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def save(folder: Path, seed: int = 0, **sizes: Any) -> Path:
             if "norm" in name:
                 parameter.copy_(1 + 0.2 * noise)
             else:
-                parameter.copy_(noise if "embed" in name else 1.5 / parameter.shape[-1] ** 0.5 * noise)
+                parameter.copy_(0.5 * noise if "embed" in name else 1.5 / parameter.shape[-1] ** 0.5 * noise)
     model.save_pretrained(folder)
     return folder
 

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 
 from gyre_core import CapabilityError, ComponentContext, InfrastructureError, PauseMode, WeightSource
 
@@ -22,12 +23,11 @@ from gyre_vllm.calls import Cut, RunningCall
 from gyre_vllm.options import VLLMOptions
 from gyre_vllm.server import Server, launch
 from gyre_vllm.state import EngineState, Phase
-from gyre_vllm.weights import PACKAGE, ModelVersion, read_version, require_same
+from gyre_vllm.weights import COLLECTIVE, PACKAGE, ModelVersion, read_meeting, read_version, require_same
 from gyre_vllm.wire import ID_PREFIX
 
 log = logging.getLogger("gyre.vllm")
 _WATCH_S = 0.5
-_SETTLE_S = 5.0
 
 
 class Changes:
@@ -75,6 +75,8 @@ class Changes:
             _require_vocabulary(server, model, source)
             if load:
                 await server.client.pause("abort")
+                if server.facts.asleep:
+                    await server.client.rpc("gyre_wake")
                 await self._load(server, source)
                 await server.client.forget_prefixes()
             await server.client.set_version(source.version)
@@ -84,6 +86,7 @@ class Changes:
             await server.end()
             raise
         state.server, state.vocab = server, model.vocab
+        state.sampled_before = state.sampled - (await server.client.load()).sampled
         state.fault, state.paused = None, False
         self._enter(source)
         state.phase = Phase.READY
@@ -153,8 +156,6 @@ class Changes:
                 for call in calls:
                     call.abort()
                 await state.end_segments(server, calls)
-            else:
-                await self._settle(server)
 
     async def resume(self) -> None:
         """See `VLLMEngine.resume`."""
@@ -179,7 +180,10 @@ class Changes:
         """See `VLLMEngine.update_weights`."""
         async with self._timed("update_weights"):
             state, server = self._state, self._state.ready("updating weights")
-            await self._read_next(server, source)
+            if source.kind == COLLECTIVE:
+                _require_members(server, self._options, source)
+            else:
+                await self._read_next(server, source)
             state.open.clear()
             try:
                 if not state.paused:
@@ -225,19 +229,6 @@ class Changes:
                 found[ours] = max(int(count), found.get(ours, 0))
         return found
 
-    async def _settle(self, server: Server) -> None:
-        """Wait until what was sampled before the pause has come; only so that `load` stands still."""
-        if self._options.stream_tokens > 1:
-            return
-        counts = await self._counts(server)
-        deadline = time.monotonic() + _SETTLE_S
-        while time.monotonic() < deadline and any(
-            len(call.sampled) - call.first < counts.get(call.server_id, 0)
-            for call in self._state.calls
-            if not call.at_rest.is_set()
-        ):
-            await asyncio.sleep(0.005)
-
     async def _read(self, source: WeightSource) -> ModelVersion:
         return await asyncio.to_thread(read_version, source, f"loading policy version {source.version}")
 
@@ -253,10 +244,24 @@ class Changes:
 
     async def _load(self, server: Server, source: WeightSource) -> None:
         limit = self._options.start_timeout_s
-        if server.facts.extension:
+        if source.kind == COLLECTIVE:
+            await self._receive(server, source)
+        elif server.facts.extension:
             await server.client.rpc("gyre_load", timeout_s=limit, location=source.location, package=PACKAGE)
         else:
             await server.client.rpc("reload_weights", timeout_s=limit, weights_path=source.location)
+
+    async def _receive(self, server: Server, source: WeightSource) -> None:
+        """Let the workers join the group and take what its first member broadcasts."""
+        doing, limit = f"receiving policy version {source.version}", self._options.start_timeout_s
+        assert self._model is not None
+        meeting = asdict(read_meeting(source.location, doing)) | {"timeout_s": limit}
+        told = await server.client.rpc(
+            "gyre_receive", timeout_s=limit, meeting=meeting, shapes=self._model.shapes, package=PACKAGE
+        )
+        versions = {int(answer["version"]) for answer in told}
+        if versions != {source.version}:
+            raise InfrastructureError(doing, got=f"versions {sorted(versions)}", expected=str(source.version))
 
     async def _load_or_restore(self, server: Server, source: WeightSource) -> None:
         """Load; on failure bring the old weights back and raise, or end the engine if that fails too."""
@@ -266,6 +271,10 @@ class Changes:
             old = self._state.source
             assert old is not None
             try:
+                if old.kind == COLLECTIVE:
+                    raise InfrastructureError(
+                        "loading it again", got="a broadcast", expected="a version at rest"
+                    ) from None
                 await self._load(server, old)
             except InfrastructureError as second:
                 self._state.fail(
@@ -372,3 +381,13 @@ def _require_loadable(server: Server, model: ModelVersion, doing: str) -> None:
             expected="the extension, which loads the output layer too",
             fix="Start the server with `--worker-extension-cls gyre_vllm_worker.GyreWorker`.",
         )
+
+
+def _require_members(server: Server, options: VLLMOptions, source: WeightSource) -> None:
+    """CapabilityError when this server's workers cannot all join a group."""
+    doing = f"receiving policy version {source.version}"
+    if not server.facts.extension:
+        raise CapabilityError(doing, got="a server without Gyre's worker extension", expected="the extension")
+    if options.data_parallel > 1:
+        raise CapabilityError(doing, got="a data-parallel server", expected="data_parallel 1, or a version at rest")
+    read_meeting(source.location, doing)

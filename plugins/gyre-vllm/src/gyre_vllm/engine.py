@@ -51,7 +51,7 @@ class VLLMEngine:
         self._state = EngineState()
         self._changes = Changes(self.options, context, self._state)
         self._names = itertools.count()
-        self._totals = [0, 0, 0]
+        self._computed = self._cached = 0
 
     @property
     def timings(self) -> dict[str, float]:
@@ -126,9 +126,8 @@ class VLLMEngine:
         finally:
             call.over = True
             state.calls.discard(call)
-            self._totals[0] += call.computed
-            self._totals[1] += call.cached or 0
-            self._totals[2] += len(call.sampled)
+            self._computed += call.computed
+            self._cached += call.cached or 0
 
     async def _next_segment(self, call: RunningCall) -> AsyncIterator[GenerateChunk]:
         """Wait until the server takes calls, then let it go on with this one."""
@@ -190,16 +189,16 @@ class VLLMEngine:
         return bool(found)
 
     async def load(self) -> EngineLoad:
-        """The present load. Running, waiting and KV are the server's figures; tokens are those of calls made here."""
+        """The present load, as the server tells it; prompt tokens are those of calls made here."""
         state = self._state
-        computed, cached, sampled = self._totals
-        sampled += sum(len(call.sampled) for call in state.calls)
         if state.phase is Phase.ASLEEP:
             return EngineLoad(
-                0, 0, 0, 0, 0, state.version, prefilled_tokens=computed, cached_tokens=cached, sampled_tokens=sampled
-            )
+                0, 0, 0, 0, 0, state.version, prefilled_tokens=self._computed, cached_tokens=self._cached,
+                sampled_tokens=state.sampled,
+            )  # fmt: skip
         server = state.ready("asking for the load")
         told = await server.client.load()
+        state.sampled = state.sampled_before + told.sampled
         at_gate = sum(call.at_rest.is_set() and not call.over for call in state.calls)
         return EngineLoad(
             slots_total=server.facts.max_running,
@@ -208,11 +207,9 @@ class VLLMEngine:
             kv_tokens_total=told.kv_tokens,
             kv_tokens_used=round(told.usage * told.kv_tokens),
             version=state.version,
-            prefill_tokens_per_s=None,
-            decode_tokens_per_s=None,
-            prefilled_tokens=computed,
-            cached_tokens=cached,
-            sampled_tokens=sampled,
+            prefilled_tokens=self._computed,
+            cached_tokens=self._cached,
+            sampled_tokens=state.sampled,
         )
 
     # KV of sessions: the server's HTTP interface gives no block to read or to write

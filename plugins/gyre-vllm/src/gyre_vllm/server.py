@@ -44,6 +44,8 @@ class Facts:
     sleeps: bool
     """It can give its memory back while it runs."""
     connector: bool
+    asleep: bool = False
+    """It was left asleep by an engine before this one."""
 
 
 class Server:
@@ -146,6 +148,7 @@ async def probe(client: ServerClient, options: VLLMOptions) -> Facts:
         sleeps=(device.startswith("cuda") and "/sleep" in paths and bool(told.get("sleep_mode")))
         or (ours and device == "cpu" and not told.get("connector")),
         connector=bool(told.get("connector")),
+        asleep=bool(told.get("asleep")),
     )
 
 

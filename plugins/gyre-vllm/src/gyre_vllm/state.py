@@ -45,6 +45,8 @@ class EngineState:
         self.open = asyncio.Event()
         """The server takes calls."""
         self.progress = time.monotonic()
+        self.sampled = self.sampled_before = 0
+        """Tokens sampled by this engine's servers, as last told; and what to add to the present server's own total."""
 
     @property
     def salt(self) -> str:

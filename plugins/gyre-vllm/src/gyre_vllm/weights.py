@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import gyre_weights
 import msgspec
@@ -17,6 +18,40 @@ from gyre_core import CapabilityError, InfrastructureError, WeightSource
 PACKAGE = str(Path(gyre_weights.__file__).parent)
 """Where the server's workers find gyre-weights; it needs only the numpy that they have."""
 KINDS = ("disk", "shm", "delta")
+COLLECTIVE = "collective"
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where a group meets to broadcast a version: a store, the group's name, the member number of this server's first
+    worker, and how many members there are."""
+
+    host: str
+    port: int
+    name: str
+    first: int
+    size: int
+    backend: str
+
+
+def read_meeting(location: str, doing: str) -> Meeting:
+    """A meeting out of "group://HOST:PORT/NAME?first=1&size=3&backend=gloo". InfrastructureError when it is none."""
+    parts = urlsplit(location)
+    try:
+        asked = {key: values[-1] for key, values in parse_qs(parts.query, strict_parsing=True).items()}
+        backend = asked.get("backend", "gloo")
+        found = Meeting(
+            parts.hostname or "", int(parts.port or 0), parts.path.strip("/"), int(asked["first"]), int(asked["size"]),
+            backend,
+        )  # fmt: skip
+        whole = parts.scheme == "group" and found.host and found.port and found.name
+        if not whole or not 1 <= found.first < found.size or backend not in ("gloo", "nccl"):
+            raise ValueError("something is missing or out of range")
+    except (ValueError, KeyError) as error:
+        raise InfrastructureError(
+            doing, got=f"{location!r} ({error})", expected="group://HOST:PORT/NAME?first=1&size=2&backend=gloo"
+        ) from error
+    return found
 
 
 @dataclass(frozen=True, slots=True)

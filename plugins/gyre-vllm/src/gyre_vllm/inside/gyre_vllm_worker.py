@@ -46,6 +46,7 @@ class GyreWorker:
             "sleep_mode": bool(self.vllm_config.model_config.enable_sleep_mode),
             "counts": _counts(runner) is not None,
             "connector": self.vllm_config.kv_transfer_config is not None,
+            "asleep": bool(getattr(self, "_gyre_storages", None)),
         }
 
     def gyre_counts(self) -> dict[str, Any]:
@@ -59,6 +60,48 @@ class GyreWorker:
             weights_iterator=((name, tensor.torch()) for name, tensor in version.items())
         )
         return {"repacked": _repack(self.model_runner)}
+
+    def gyre_receive(self, meeting: dict[str, Any], shapes: dict[str, list[int]], package: str) -> dict[str, Any]:
+        """Take the policy version that a group's member 0 broadcasts; this worker is member `first` + its rank.
+
+        `meeting`: host, port, name, first, size, backend, timeout_s. Refuses, before a weight moves, what does not have
+        `shapes`. After an error the weights are of no version.
+        """
+        from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+        from vllm.model_executor.model_loader import reload as reloading  # type: ignore[import-not-found]
+
+        _gyre_weights(package)
+        from gyre_weights.collective import receive_tensors
+        from gyre_weights.groups import form_group
+
+        model, config = self.model_runner.model, self.vllm_config.model_config
+        began: list[bool] = []
+
+        def check(plan: Any) -> str:
+            sent = {name: list(entry.shape) for name, entry in plan.tensors.items()}
+            odd = sorted(name for name in sent.keys() | shapes.keys() if sent.get(name) != shapes.get(name))
+            return f"{odd[0]} of shape {sent.get(odd[0])}, expected {shapes.get(odd[0])}" if odd else ""
+
+        def write(name: str, value: Any) -> None:
+            if not began:
+                began.append(True)
+                reloading.initialize_layerwise_reload(model)
+            model.load_weights([(name, value.clone())])  # kept until its layer is whole
+
+        rank = int(meeting["first"]) + int(self.rank)  # type: ignore[attr-defined]
+        where = (str(meeting["host"]), int(meeting["port"]))
+        device = "cpu" if meeting["backend"] == "gloo" else str(self.model_runner.device)
+        with set_current_vllm_config(self.vllm_config):
+            try:
+                with form_group(
+                    where, str(meeting["name"]), rank, int(meeting["size"]),
+                    timeout_s=float(meeting["timeout_s"]), backend=str(meeting["backend"]),
+                ) as group:  # fmt: skip
+                    held = receive_tensors(group, write, check=check, device=device)
+            finally:
+                if began:
+                    reloading.finalize_layerwise_reload(model, config)
+        return {"version": held.version, "repacked": _repack(self.model_runner)}
 
     def gyre_sleep(self) -> dict[str, Any]:
         """Give weights and KV back to the machine (CPU; accelerators have the server's own sleep mode)."""

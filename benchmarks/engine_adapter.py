@@ -1,0 +1,152 @@
+"""An engine plugin against the official openai client on the same server: what our adapter costs.
+
+python benchmarks/engine_adapter.py --engine vllm|sglang [--json] [--calls 64] [--prompt 64] [--tokens 64] [--rounds 5]
+
+Starts the engine's server with a tiny random Qwen3 (so that the clients' and the server's own work weighs most), then
+lets both sides run `calls` concurrent streamed calls of token ids with logprobs, in turns: ours, peer, ours, peer, ...
+The first round is thrown away. `overhead` is 1 - ours / peer of the median tokens per second; negative means that ours
+is faster. Where the engine has a way to gather tokens ("gathered"), it is measured too, for information. The last line
+is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from gyre_core import ComponentContext, GenerateRequest, Kind, PluginManager, SamplingParams, WeightSource
+
+VOCAB, BOUND = 320, 0.05
+OPTIONS: dict[str, dict[str, Any]] = {
+    "vllm": {"dtype": "float32", "max_context": 512, "max_running": 64, "kv_cache_gb": 0.5},
+    "sglang": {"dtype": "float32", "max_running": 64, "kv_tokens": 65536},
+}
+GATHERED = {"vllm": {"stream_tokens": 8}}
+
+
+def make_model(folder: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+async def ours(engine: Any, prompts: list[list[int]], tokens: int, turn: int) -> int:
+    async def one(index: int, prompt: list[int]) -> int:
+        request = GenerateRequest(f"{turn}.{index}", f"s{index}", prompt, SamplingParams(tokens))
+        found = 0
+        async for chunk in engine.generate(request):
+            assert len(chunk.logprobs) == len(chunk.token_ids)
+            found += len(chunk.token_ids)
+        return found
+
+    return sum(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
+
+
+async def peers(client: Any, model: str, prompts: list[list[int]], tokens: int) -> int:
+    async def one(prompt: list[int]) -> int:
+        stream = await client.completions.create(
+            model=model, prompt=prompt, max_tokens=tokens, temperature=1.0, logprobs=1, stream=True,
+            stream_options={"include_usage": True}, extra_body={"ignore_eos": True, "return_token_ids": True},
+        )  # fmt: skip
+        found = 0
+        async for event in stream:
+            if event.usage is not None:
+                found = event.usage.completion_tokens
+        return found
+
+    return sum(await asyncio.gather(*map(one, prompts)))
+
+
+async def rate(run: Callable[[], Awaitable[int]], expected: int) -> float:
+    began = time.perf_counter()
+    found = await run()
+    assert found == expected, f"{found} tokens came, {expected} were asked for"
+    return found / (time.perf_counter() - began)
+
+
+async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    import openai
+
+    plugins = PluginManager.installed()
+    options = OPTIONS[args.engine] | ({"python": args.python} if args.python else {})
+    context = ComponentContext(folder, "bench", seed=1)
+    engine = plugins.create(Kind.ENGINE, args.engine, options, context)
+    rng = random.Random(0)
+    started = time.perf_counter()
+    await engine.start(WeightSource(0, folder))
+    print(f"started in {time.perf_counter() - started:.0f} s", flush=True)
+    try:
+        url = (engine._state.server if args.engine == "vllm" else engine._server).client.url
+        client = openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+        model = (await client.models.list()).data[0].id
+        sides: dict[str, Any] = {"ours": engine}
+        if args.engine in GATHERED:
+            sides["gathered"] = plugins.create(
+                Kind.ENGINE, args.engine, {"url": url} | GATHERED[args.engine], ComponentContext(folder, "gathered")
+            )
+            await sides["gathered"].start(WeightSource(0, folder))
+        found: dict[str, list[float]] = {name: [] for name in (*sides, "peer")}
+        expected = args.calls * args.tokens
+        for turn in range(args.rounds + 1):
+            for name in found if turn % 2 else reversed(found):
+                prompts = [[rng.randrange(VOCAB) for _ in range(args.prompt)] for _ in range(args.calls)]
+                if name == "peer":
+                    speed = await rate(lambda p=prompts: peers(client, model, p, args.tokens), expected)
+                else:
+                    speed = await rate(lambda p=prompts, e=sides[name], t=turn: ours(e, p, args.tokens, t), expected)
+                if turn:
+                    found[name].append(speed)
+                print(f"round {turn} {name}: {speed:.0f} tokens/s", flush=True)
+        await client.close()
+        for name, side in sides.items():
+            if name != "ours":
+                await side.close()
+    finally:
+        await engine.close()
+    medians = {name: statistics.median(speeds) for name, speeds in found.items()}
+    return {
+        "benchmark": "engine_adapter",
+        "engine": args.engine,
+        "calls": args.calls, "prompt": args.prompt, "tokens": args.tokens, "rounds": args.rounds,
+        "tokens_per_s": {name: round(value, 1) for name, value in medians.items()},
+        "all": {name: [round(speed, 1) for speed in speeds] for name, speeds in found.items()},
+        "overhead": round(1 - medians["ours"] / medians["peer"], 4),
+        "bound": BOUND,
+        "peer": f"openai {openai.__version__}, streamed completions on the same server",
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores shared by server and client, no accelerator",
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=sorted(OPTIONS), required=True)
+    parser.add_argument("--python", default="", help="interpreter of the engine's environment, if not the built one")
+    parser.add_argument("--json", action="store_true", help="without the summary in words")
+    for name, default in (("calls", 64), ("prompt", 64), ("tokens", 64), ("rounds", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(folder)
+        result = asyncio.run(measure(args, folder))
+    if not args.json:
+        print(f"overhead {result['overhead']:.1%}, bound {BOUND:.0%}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
