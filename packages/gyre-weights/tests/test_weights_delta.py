@@ -26,7 +26,7 @@ from gyre_weights import (
     publish_full,
     versions_in,
 )
-from gyre_weights.delta_code import Patch, changed_positions, decode, encode, patch
+from gyre_weights.delta_code import Patch, decode, difference, encode, patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -48,14 +48,14 @@ def test_the_code_is_exact_for_any_bits(words: np.ndarray, at: list[tuple[int, i
     for start, length, flip in at:
         new[start : start + length] ^= np.uint16(flip)
     old, fresh = host(words, "BF16"), host(new, "BF16")
-    positions, _ = changed_positions(old, fresh)
-    coded = encode(fresh, positions)
+    found, _ = difference(old, fresh)
+    coded = encode(fresh, found)
     assert coded.nbytes <= fresh.nbytes
     change = decode("t", "BF16", len(words), coded.parts)
     target = words.copy()
     patch(target, change)
     assert np.array_equal(target, new)
-    if not len(positions):
+    if not len(found.positions):
         assert not coded.parts
 
 
@@ -70,9 +70,9 @@ def test_element_and_block_codes_and_the_whole(width: type, part: float) -> None
         mask = np.repeat(random.random(len(old) // 1000 + 1) < part, 1000)[: len(old)] if rows else None
         mask = random.random(len(old)) < part if mask is None else mask
         new[mask] += width(1)
-        positions, _ = changed_positions(host(old, dtype), host(new, dtype))
-        assert np.array_equal(positions, np.flatnonzero(mask))
-        coded = encode(host(new, dtype), positions)
+        found, _ = difference(host(old, dtype), host(new, dtype))
+        assert np.array_equal(found.positions, np.flatnonzero(mask))
+        coded = encode(host(new, dtype), found)
         target = old.copy()
         patch(target, decode("t", dtype, len(old), coded.parts))
         assert np.array_equal(target, new)

@@ -48,37 +48,46 @@ class Coded:
         return sum(part.nbytes for part in self.parts.values())
 
 
-def changed_positions(base: HostTensor, new: HostTensor) -> tuple[npt.NDArray[np.int64], str]:
-    """Flat positions at which the bits differ, and the digest of `new`; one pass in cache-sized pieces."""
+def difference(base: HostTensor, new: HostTensor) -> tuple[Patch, str]:
+    """What leads from `base` to `new`, of one dtype and size, and the digest of `new`; one pass in cache-sized
+    pieces."""
     old_words, new_words = base.words(), new.words()
     step = CHUNK // DTYPE_BYTES[new.dtype]
     digest = Digest()
-    found: list[npt.NDArray[np.int64]] = []
+    places: list[npt.NDArray[np.int64]] = []
+    bits: list[Words] = []
     for start in range(0, len(new_words), step):
         piece = new_words[start : start + step]
         digest.add(piece.view(np.uint8))
         at = np.flatnonzero(old_words[start : start + step] != piece)
         if len(at):
-            found.append(at + start)
-    return np.concatenate(found) if found else np.empty(0, np.int64), digest.hex()
+            bits.append(piece[at])
+            places.append(at + start)
+    if not places:
+        return Patch(new.dtype, len(new_words), np.empty(0, np.int64), new_words[:0].copy()), digest.hex()
+    return Patch(new.dtype, len(new_words), np.concatenate(places), np.concatenate(bits)), digest.hex()
 
 
-def encode(new: HostTensor, positions: npt.NDArray[np.int64]) -> Coded:
-    """The stored parts for the changed `positions`: elements, blocks, or the whole tensor, whichever is least."""
+def encode(new: HostTensor, change: Patch) -> Coded:
+    """The stored parts of `change`, which leads to `new`: elements, blocks, or all of `new`, whichever is least."""
+    positions = change.positions
     if not len(positions):
         return Coded({})
     width, words = DTYPE_BYTES[new.dtype], new.words()
     gaps = np.diff(positions, prepend=0)
-    gap_type = np.uint8 if gaps.max() < 1 << 8 else np.uint16 if gaps.max() < 1 << 16 else np.uint32
-    if gaps.max() >= 1 << 32:
+    widest = int(gaps.max())
+    if widest >= 1 << 32:
         return Coded({"full": HostTensor(new.dtype, (len(words),), new.data)})
-    blocks = np.unique(positions // BLOCK_ELEMENTS)
+    gap_type = np.uint8 if widest < 1 << 8 else np.uint16 if widest < 1 << 16 else np.uint32
+    block_of = positions // BLOCK_ELEMENTS
+    first_of_block = np.diff(block_of, prepend=-1) != 0
     by_element = len(positions) * (width + np.dtype(gap_type).itemsize)
-    by_block = len(blocks) * (4 + BLOCK_ELEMENTS * width)
+    by_block = int(np.count_nonzero(first_of_block)) * (4 + BLOCK_ELEMENTS * width)
     if min(by_element, by_block) >= new.nbytes:
         return Coded({"full": HostTensor(new.dtype, (len(words),), new.data)})
     if by_element <= by_block:
-        return Coded({"gaps": _plain(gaps.astype(gap_type)), "values": _bits(new.dtype, words[positions])})
+        return Coded({"gaps": _plain(gaps.astype(gap_type)), "values": _bits(new.dtype, change.bits)})
+    blocks = block_of[first_of_block]
     inside = _block_positions(blocks, len(words))
     return Coded({"blocks": _plain(blocks.astype(np.uint32)), "values": _bits(new.dtype, words[inside])})
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from gyre_weights.arrays import Named, named_host_tensors
-from gyre_weights.delta_code import Patch, changed_positions, encode
+from gyre_weights.delta_code import Patch, difference, encode
 from gyre_weights.errors import IncompleteError, MismatchError
 from gyre_weights.folder import Extras, drop_old, flush, new_folder, version_folder, write_extras
 from gyre_weights.manifest import MANIFEST, BaseRef, Manifest, StoredEntry, TensorEntry, identity, to_json
@@ -137,14 +137,14 @@ def write_delta_part(
     with ShardWriter(draft, f"part-{part:05d}", version=version, shard_bytes=shard_bytes, flush=durable) as writer:
         for name, tensor in named_host_tensors(tensors):
             base = shadow.take(name, tensor)
-            positions, digest = changed_positions(base, tensor)
+            change, digest = difference(base, tensor)
             entries[name] = TensorEntry(tensor.dtype, tensor.shape, digest)
-            coded = encode(tensor, positions)
+            coded = encode(tensor, change)
             for key, piece in coded.parts.items():
                 writer.add(name + PART + key, piece)
-            if len(positions):
-                changed += len(positions)
-                patches.append((name, Patch(tensor.dtype, tensor.elements, positions, tensor.words()[positions])))
+            if len(change.positions):
+                changed += len(change.positions)
+                patches.append((name, change))
     missing = sorted(set(shadow) - set(entries))
     if missing:
         raise MismatchError(
