@@ -85,7 +85,7 @@ def server_url(
     plan = launch_plan(
         SGLangOptions(dtype="float32", kv_tokens=8192, context_length=256), read_model(str(location)),
         python=request.getfixturevalue("python"), location=str(location), version=0, port=port, device="cpu",
-        accelerators=0, threads=1, seed=0,
+        accelerators=0, threads=1, seed=0, orders="",
     )  # fmt: skip
     log = tmp_path_factory.mktemp("server") / "sglang.log"
     with log.open("wb") as output:
@@ -179,9 +179,15 @@ async def engine_of(
     made: list[Any] = []
 
     async def make(
-        fault: str = "", *, incremental: bool = True, memory_saver: bool = False, eos: int | None = None, **options: Any
+        fault: str = "",
+        *,
+        incremental: bool = True,
+        memory_saver: bool = False,
+        eos: int | None = None,
+        source: WeightSource | None = None,
+        **options: Any,
     ) -> tuple[SGLangEngine, Any]:
-        source = version(0)
+        source = source or version(0)
         words = ["--model-path", source.location, "--disable-overlap-schedule"]
         words += ["--incremental-streaming-output"] if incremental else []
         words += ["--enable-memory-saver"] if memory_saver else []
@@ -205,3 +211,12 @@ async def engine_of(
 @pytest.fixture(scope="session")
 def fake_path() -> Path:
     return FAKE
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path) -> str:
+    """A program that starts the stand-in where SGLang's interpreter would start SGLang."""
+    path = tmp_path / "python"
+    path.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {FAKE} "$@"\n')
+    path.chmod(0o755)
+    return str(path)

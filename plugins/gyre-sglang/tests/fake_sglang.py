@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from gyre_weights import open_version
 
 PAGE = 16
 
@@ -52,6 +53,9 @@ class FakeServer:
         self.dead = asyncio.Event()
         self.released: set[str] = set()
         self.asked: list[tuple[str, Any]] = []
+        self.session = False
+        self.loaded: list[list[str]] = []
+        self.torn = int(fault.partition("-")[2]) if fault.startswith("torn-") else None
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**30)
@@ -61,7 +65,9 @@ class FakeServer:
             "/generate": self.generate, "/abort_request": self.abort, "/pause_generation": self.pause,
             "/continue_generation": self.proceed, "/flush_cache": self.flush,
             "/update_weights_from_disk": self.update, "/release_memory_occupation": self.release,
-            "/resume_memory_occupation": self.resume,
+            "/resume_memory_occupation": self.resume, "/begin_weight_update": self.begin,
+            "/update_weights_from_tensor": self.from_tensor, "/end_weight_update": self.end,
+            "/update_weight_version": self.rename,
         }  # fmt: skip
         for path, handler in gets.items():
             app.router.add_get(path, handler)
@@ -95,6 +101,7 @@ class FakeServer:
             "disable_overlap_schedule": self.flags.disable_overlap_schedule, "dp_size": 1, "tp_size": 1,
             "enable_deterministic_inference": False, "enable_memory_saver": self.flags.enable_memory_saver,
             "enable_return_routed_experts": self.flags.enable_return_routed_experts,
+            "custom_weight_loader": self.flags.custom_weight_loader,
             "internal_states": [{"effective_max_running_requests_per_dp": slots, "device": "cpu",
                                  "memory_usage": {"token_capacity": 8192}}],
         })  # fmt: skip
@@ -237,16 +244,51 @@ class FakeServer:
     async def update(self, _: web.Request, body: Any) -> web.Response:
         while not self.paused and self.running:  # the real one waits for its lock
             await asyncio.sleep(0.001)
-        if not (Path(body["model_path"]) / "config.json").exists() or self.fault == "update":
+        if not Path(body["model_path"]).is_dir() or self.fault == "update":
             return web.json_response({"success": False, "message": "Failed to get weights iterator"}, status=400)
         await asyncio.sleep(0.01)
-        for request in self.running.values():
-            if request.out:
-                request.events.append((self.version, len(request.out)))
-        self.location, self.version = body["model_path"], body["weight_version"]
+        self._enter(body["weight_version"])
+        self.location = body["model_path"]
+        self.loaded.append(sorted(open_version(body["model_path"])))
         if body.get("flush_cache", True):
             self.cache.clear()
         return web.json_response({"success": True, "message": "ok", "num_paused_requests": 0})
+
+    def _enter(self, version: str) -> None:
+        for request in self.running.values():
+            if request.out:
+                request.events.append((self.version, len(request.out)))
+        self.version = version
+
+    async def begin(self, _: web.Request, body: Any) -> web.Response:
+        if self.session:
+            return web.json_response({"success": False, "message": "already open"}, status=400)
+        self.session = True
+        return web.json_response({"success": True})
+
+    async def from_tensor(self, _: web.Request, body: Any) -> web.Response:
+        """Calls the custom loader, and reports success whatever it did."""
+        if not self.session or body["load_format"] not in self.flags.custom_weight_loader:
+            return web.json_response({"success": False, "message": "must run between begin and end"}, status=400)
+        folder = Path(os.environ["GYRE_SGLANG_ORDERS"])
+        order = json.loads((folder / "order.json").read_text())
+        opened = open_version(order["location"])
+        answer: dict[str, Any] = {"id": order["id"], "version": opened.version}
+        if opened.version == self.torn:
+            answer = {"id": order["id"], "error": "RuntimeError: out of memory"}
+        else:
+            self.loaded.append(sorted(opened if order["all"] else opened.changed))
+        (folder / f"report-{os.getpid()}.json").write_text(json.dumps(answer))
+        return web.json_response({"success": True, "message": "Success"})
+
+    async def end(self, _: web.Request, body: Any) -> web.Response:
+        self.session = False
+        return web.json_response({"success": True})
+
+    async def rename(self, _: web.Request, body: Any) -> web.Response:
+        assert body["abort_all_requests"] is False
+        self._enter(body["new_version"])
+        return web.json_response({"success": True})
 
     async def release(self, _: web.Request, body: Any) -> web.Response:
         if self.running:
@@ -278,6 +320,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--max-running-requests", type=int, default=0)
     flags.add_argument("--fault", default="")
     flags.add_argument("--eos", type=int)
+    flags.add_argument("--custom-weight-loader", nargs="*", default=[])
     for name in ("incremental-streaming-output", "disable-overlap-schedule", "enable-memory-saver",
                  "enable-return-routed-experts"):  # fmt: skip
         flags.add_argument(f"--{name}", action="store_true")

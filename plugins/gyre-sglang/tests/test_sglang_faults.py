@@ -118,12 +118,9 @@ async def test_a_launched_server_sleeps_by_ending_and_comes_back(launched: Any, 
 
 
 async def test_a_spare_server_takes_over_what_the_wake_asks_for(
-    context: ComponentContext, fake_path: Path, version: Any, tmp_path: Path
+    context: ComponentContext, interpreter: str, version: Any
 ) -> None:
-    interpreter = tmp_path / "python"
-    interpreter.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {fake_path} "$@"\n')
-    interpreter.chmod(0o755)
-    engine = SGLangEngine(SGLangOptions(python=str(interpreter), chunk_s=0.0), context)
+    engine = SGLangEngine(SGLangOptions(python=interpreter, chunk_s=0.0), context)
     await engine.start(version(0))
     await engine.sleep()
     spare = engine._starter._spare

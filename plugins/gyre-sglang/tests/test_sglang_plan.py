@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gyre_core import ConfigError, GenerateRequest, InfrastructureError, Kind, PluginManager, SamplingParams
 from gyre_sglang.calls import Call, Segment
-from gyre_sglang.facts import ModelFacts, read_server, version_warning
+from gyre_sglang.facts import LOADER, ModelFacts, read_server, version_warning
 from gyre_sglang.options import SGLangOptions
 from gyre_sglang.plan import SERVER_SIDE, launch_plan
 from gyre_sglang.wire import Span, StreamReader, generate_body
@@ -23,7 +23,7 @@ MODEL = ModelFacts(vocab=320, positions=1024, layers=3, experts_per_token=0, tie
 def plan(device: str = "cuda", accelerators: int = 8, **options: Any) -> Any:
     return launch_plan(
         SGLangOptions(**options), MODEL, python="/env/python", location="/m", version=3, port=1234, device=device,
-        accelerators=accelerators, threads=2, seed=5,
+        accelerators=accelerators, threads=2, seed=5, orders="/o",
     )  # fmt: skip
 
 
@@ -43,7 +43,9 @@ def test_a_plan_for_accelerators() -> None:
     assert not {"--device", "--max-total-tokens", "--max-running-requests"} & set(made.argv)
     assert "SGLANG_PLATFORM" not in made.env
     assert made.spare_argv == ()
-    assert "PYTHONPATH" not in made.env
+    assert made.env["PYTHONPATH"] == str(SERVER_SIDE)
+    assert made.env["GYRE_SGLANG_ORDERS"] == "/o"
+    assert found["--custom-weight-loader"] == LOADER
 
 
 def test_a_plan_for_a_cpu() -> None:
@@ -65,7 +67,9 @@ def test_the_context_never_exceeds_the_model() -> None:
 
 
 def test_a_command_replaces_the_start() -> None:
-    assert plan(command=("docker", "run", "img")).argv[:3] == ("docker", "run", "img")
+    argv = plan(command=("docker", "run", "img")).argv
+    assert argv[:3] == ("docker", "run", "img")
+    assert "--custom-weight-loader" not in argv
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 16}, {"tp": 4, "dp": 4}, {"dp": 3}, {"ep": 3}])

@@ -38,8 +38,9 @@ from gyre_sglang.driver import Counters, Driver
 from gyre_sglang.facts import ModelFacts, read_model
 from gyre_sglang.launch import Server, Starter
 from gyre_sglang.load import read_load
+from gyre_sglang.loading import TornError, load_version
 from gyre_sglang.options import SGLangOptions
-from gyre_sglang.weights import Shapes, apply_version, open_source, prepare, shapes_of
+from gyre_sglang.weights import COLLECTIVE, Prepared, Shapes, open_source, prepare, shapes_of
 
 log = logging.getLogger("gyre.sglang")
 
@@ -60,6 +61,8 @@ class SGLangEngine:
         self._driver: Driver | None = None
         self._model: ModelFacts | None = None
         self._source = WeightSource(-1, "")
+        self._digest = ""
+        self._fault: InfrastructureError | None = None
         self._shapes: Shapes = {}
         self._version = -1
         self._lives: dict[int, int] = {}
@@ -95,22 +98,24 @@ class SGLangEngine:
                 raise InfrastructureError("starting SGLang", got="a second start", expected="one")
             began = time.perf_counter()
             self._model = read_model(source.location)
-            self._shapes = shapes_of(await asyncio.to_thread(open_source, source))
-            await self._rise(source)
+            opened = await asyncio.to_thread(open_source, source)
+            self._shapes = shapes_of(opened)
+            await self._rise(source, opened.digest)
             self.timings["start"] = time.perf_counter() - began
 
-    async def _rise(self, source: WeightSource) -> None:
+    async def _rise(self, source: WeightSource, digest: str) -> None:
         assert self._model is not None
         server = await self._starter.start(source, self._model)
-        self._server, self._source = server, source
+        self._server, self._fault = server, None
         self._driver = Driver(server.client, server.facts, self._model, self.options, self._counters)
-        self._take(source.version)
+        self._take(source, digest)
         self._driver.open()
 
-    def _take(self, version: int) -> None:
+    def _take(self, source: WeightSource, digest: str) -> None:
         """The server has this version now."""
         assert self._driver is not None
-        self._version = version
+        version = self._version = source.version
+        self._source, self._digest = source, digest
         self._lives[version] = self._lives.get(version, 0) + 1
         self._driver.turn(version, self._cache_key())
 
@@ -165,11 +170,12 @@ class SGLangEngine:
                 raise InfrastructureError("waking SGLang", got="one that is awake", expected="a sleeping one")
             began = time.perf_counter()
             if self._server is None or self._driver is None:
-                await self._rise(source)
+                await self._rise(source, (await self._prepared(source)).digest)
             else:
                 prepared = await self._prepared(source)
-                await self._server.take_memory(lambda: apply_version(self._server, prepared))  # type: ignore[arg-type]
-                self._take(source.version)
+                server = self._server
+                await server.take_memory(lambda: load_version(server, prepared))
+                self._take(source, prepared.digest)
                 self._driver.open()
             self._asleep = False
             self.timings["wake"] = time.perf_counter() - began
@@ -192,6 +198,8 @@ class SGLangEngine:
         process = self._server.process
         if process is not None and process.exited.done():
             raise dead(self._context.name, process, doing)
+        if self._fault is not None:
+            raise self._fault
         return self._server, self._driver
 
     def resident_bytes(self) -> int:
@@ -318,22 +326,34 @@ class SGLangEngine:
                 elif driver.live() and not self._held:
                     await server.hold()
                     hold = True
-                await apply_version(server, prepared)
+                await self._load_or_restore(server, prepared)
                 if driver.live():
                     await server.settle()
-                self._take(source.version)
+                self._take(source, prepared.digest)
                 await self._drop_unreachable(server, driver)
             finally:
-                prepared.remove()
                 if hold:
                     await server.proceed()
                 if was_open:
                     driver.open()
             self.timings["update_weights"] = time.perf_counter() - began
 
-    async def _prepared(self, source: WeightSource):  # type: ignore[no-untyped-def]
+    async def _load_or_restore(self, server: Server, prepared: Prepared) -> None:
+        """Load; when that broke the weights, bring the old ones back, or have every later call fail."""
+        try:
+            await load_version(server, prepared)
+        except TornError as error:
+            log.warning("%s: %s; loading version %d again", self._context.name, error, self._version)
+            self._fault, self._digest = error, ""
+            if self._source.kind == COLLECTIVE:
+                raise  # there is nothing at rest to go back to
+            await load_version(server, await self._prepared(self._source))
+            self._fault = None
+            raise
+
+    async def _prepared(self, source: WeightSource) -> Prepared:
         assert self._model is not None
-        return await asyncio.to_thread(prepare, source, self._shapes, tied=self._model.tied)
+        return await asyncio.to_thread(prepare, source, self._shapes, tied=self._model.tied, held=self._digest)
 
     # KV of sessions: the server's pool is not in reach of this process
 

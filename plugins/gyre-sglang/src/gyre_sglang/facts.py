@@ -15,6 +15,9 @@ from gyre_core import ConfigError, InfrastructureError
 
 from gyre_sglang.options import WRITTEN_FOR
 
+LOADER = "gyre_sglang_server.loader.take"
+"""Our function inside the server that loads versions."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -51,6 +54,8 @@ class ServerFacts:
     memory_saver: bool
     """Can give memory back and stay alive."""
     routed_experts: bool
+    loader: bool
+    """Has Gyre's weight loader."""
     tp: int
     dp: int
     device: str
@@ -96,6 +101,7 @@ def read_server(info: Mapping[str, Any], url: str) -> ServerFacts:
             deterministic=bool(info.get("enable_deterministic_inference")),
             memory_saver=bool(info.get("enable_memory_saver")),
             routed_experts=bool(info.get("enable_return_routed_experts")),
+            loader=LOADER in (info.get("custom_weight_loader") or ()),
             tp=int(info.get("tp_size") or 1),
             dp=dp,
             device=str(states[0].get("device") or info.get("device") or ""),

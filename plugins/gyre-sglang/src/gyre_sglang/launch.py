@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gyre_core import ComponentContext, ConfigError, InfrastructureError, WeightSource
@@ -23,6 +23,7 @@ from gyre_sglang.process import ServerProcess, free_port
 
 log = logging.getLogger("gyre.sglang")
 
+KV, WEIGHTS = "kv_cache", "weights"
 LATE_S = 0.02
 """How long events that are on their way may take from one local socket to another."""
 
@@ -36,6 +37,10 @@ class Server:
     options: SGLangOptions
     process: ServerProcess | None
     """None when somebody else started it."""
+    orders: Path | None = None
+    """Folder of what our weight loader inside it is to do; None when it has none."""
+    released: set[str] = field(default_factory=set)
+    """Kinds of memory that were given back and not taken again."""
 
     async def ask(self, path: str, body: dict[str, object] | None = None) -> object:
         """A control request."""
@@ -63,14 +68,20 @@ class Server:
     async def release_memory(self) -> None:
         """Give the memory of KV and weights back; needs an idle server with its memory saver."""
         await self.ask("/flush_cache")
-        await self.ask("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+        await self.ask("/release_memory_occupation", {"tags": [KV, WEIGHTS]})
+        self.released = {KV, WEIGHTS}
 
     async def take_memory(self, load: Callable[[], Awaitable[None]]) -> None:
-        """Undo `release_memory`: the weights' memory, their contents by `load`, then the KV pool's. Must not be called
-        otherwise: a tag that was not released ends the server."""
-        await self.ask("/resume_memory_occupation", {"tags": ["weights"]})
+        """Undo `release_memory`: the weights' memory, their contents by `load`, then the KV pool's. May be tried again
+        after an error."""
+        await self._retake(WEIGHTS)
         await load()
-        await self.ask("/resume_memory_occupation", {"tags": ["kv_cache"]})
+        await self._retake(KV)
+
+    async def _retake(self, tag: str) -> None:
+        if tag in self.released:  # resuming what was not released ends the server
+            await self.ask("/resume_memory_occupation", {"tags": [tag]})
+            self.released.discard(tag)
 
 
 class Starter:
@@ -79,6 +90,7 @@ class Starter:
     def __init__(self, options: SGLangOptions, context: ComponentContext) -> None:
         self._options, self._context = options, context
         self._log = Path(context.run_dir) / "logs" / f"{context.name}-sglang.log"
+        self._orders = Path(context.run_dir).resolve() / "engines" / context.name
         self._spare: ServerProcess | None = None
 
     async def start(self, source: WeightSource, model: ModelFacts) -> Server:
@@ -90,7 +102,8 @@ class Starter:
         client = Client(f"http://127.0.0.1:{plan.port}", self._context.name, self._options.api_key, process)
         try:
             await self._until_ready(client, process)
-            return Server(client, await self._facts(client), self._options, process)
+            facts = await self._facts(client)
+            return Server(client, facts, self._options, process, self._orders if facts.loader else None)
         except BaseException:
             await process.stop()
             await client.close()
@@ -98,10 +111,12 @@ class Starter:
 
     def _plan(self, source: WeightSource, model: ModelFacts) -> LaunchPlan:
         context = self._context
+        self._orders.mkdir(parents=True, exist_ok=True)
         return launch_plan(
             self._options, model, python=self._python(), location=str(Path(source.location).resolve()),
             version=source.version, port=free_port(), device=context.device, accelerators=context.accelerators,
             threads=context.threads, seed=context.seed,
+            orders=str(self._orders),
         )  # fmt: skip
 
     def _python(self) -> str:

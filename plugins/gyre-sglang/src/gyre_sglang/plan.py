@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gyre_core import ConfigError
 
-from gyre_sglang.facts import ModelFacts
+from gyre_sglang.facts import LOADER, ModelFacts
 from gyre_sglang.options import SGLangOptions
 
 SERVER_SIDE = Path(__file__).parent / "server"
@@ -38,11 +38,12 @@ class LaunchPlan:
 def launch_plan(
     options: SGLangOptions, model: ModelFacts, *,
     python: str, location: str, version: int, port: int, device: str, accelerators: int, threads: int, seed: int,
+    orders: str,
 ) -> LaunchPlan:  # fmt: skip
     """How to serve the model at `location` under policy version `version` on 127.0.0.1:`port`.
 
-    `device` is torch's name ("cpu", "cuda"); `accelerators` counts the cell's own, 0 on a CPU. ConfigError when the
-    parallel sizes do not fit them.
+    `device` is torch's name ("cpu", "cuda"); `accelerators` counts the cell's own, 0 on a CPU; `orders` is a folder for
+    what the weight loader is to do. ConfigError when the parallel sizes do not fit them.
     """
     cpu = device.partition(":")[0] == "cpu"
     tp = _tensor_parallel(options, 1 if cpu else max(1, accelerators))
@@ -61,11 +62,12 @@ def launch_plan(
     flags += ["--dp-size", str(options.dp)] if options.dp > 1 else []
     flags += ["--ep-size", str(options.ep)] if options.ep > 1 else []
     flags += ["--enable-return-routed-experts"] if options.routed_experts else []
+    flags += [] if options.command else ["--custom-weight-loader", LOADER]
     flags += ["--api-key", options.api_key] if options.api_key else []
     flags += ["--device", "cpu", "--attention-backend", "torch_native"] if cpu else ["--enable-memory-saver"]
     words = (*flags, *options.arguments)
     spare = (*start, "--spare") if cpu and options.cpu_spare and not options.command else ()
-    return LaunchPlan((*start, *words), _variables(cpu, threads), port, spare, words)
+    return LaunchPlan((*start, *words), _variables(cpu, threads, orders), port, spare, words)
 
 
 def _tensor_parallel(options: SGLangOptions, accelerators: int) -> int:
@@ -98,19 +100,20 @@ def _sizes(options: SGLangOptions, model: ModelFacts, cpu: bool) -> list[str]:
     return flags
 
 
-def _variables(cpu: bool, threads: int) -> dict[str, str]:
+def _variables(cpu: bool, threads: int, orders: str) -> dict[str, str]:
     always = {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "PYTHONPATH": str(SERVER_SIDE),
+        "GYRE_SGLANG_ORDERS": orders,
     }
     if not cpu:
         return always
     many = str(max(1, threads))
     return always | {
         "SGLANG_PLATFORM": "gyre_cpu",
-        "PYTHONPATH": str(SERVER_SIDE),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": many,
         "MKL_NUM_THREADS": many,

@@ -1,7 +1,8 @@
-"""Policy versions into a running server. Pure preparation first, then one change between two forward passes.
+"""Policy versions before a server hears of them: opened, checked against the model it serves, made into an order.
 
-Invariant: nothing is asked of the server before the version is known to be whole and to fit the model that it serves: a
-load that fails half way would be rolled back by SGLang from the very folder that could not be read, which ends it.
+Invariant: nothing is asked of the server before a version at rest is known to be whole, byte by byte where it has
+digests, and to fit: SGLang's own way back from a load that fails half way is to read the folder that could not be read,
+which ends it. Not here: the server (`loading`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
+from urllib.parse import parse_qs, urlsplit
 
 from gyre_core import CapabilityError, InfrastructureError, WeightSource
 from gyre_weights import Version, WeightsError, open_version, publish_full
 
-from gyre_sglang.launch import Server
-
-KINDS = ("disk", "shm", "delta")
+AT_REST = ("disk", "shm", "delta")
+COLLECTIVE = "collective"
 HEAD = "lm_head.weight"
 """Some writers put it beside a tied embedding, some do not."""
 Shapes: TypeAlias = "Mapping[str, tuple[int, ...]]"
@@ -26,37 +27,45 @@ Shapes: TypeAlias = "Mapping[str, tuple[int, ...]]"
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where a group meets to broadcast a version, and the member number of the server's first worker."""
+
+    host: str
+    port: int
+    name: str
+    first: int
+    size: int
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """A version that may be given to the server."""
+    """A version that a server may be asked to take: at rest (`folder`), or by a group (`meeting`)."""
 
-    version: int
-    folder: str
-    """Safetensors that the server loads."""
-    temporary: str = ""
-    """A folder of ours to remove afterwards."""
-
-    def remove(self) -> None:
-        """Give a temporary folder back."""
-        if self.temporary:
-            shutil.rmtree(self.temporary, ignore_errors=True)
-
-
-def shapes_of(version: Version) -> dict[str, tuple[int, ...]]:
-    """What a version's tensors look like."""
-    return {name: tuple(entry.shape) for name, entry in version.manifest.tensors.items()}
+    source: WeightSource
+    shapes: Shapes
+    folder: str = ""
+    digest: str = ""
+    """Of the contents; empty when nobody told."""
+    changed_only: bool = False
+    """A delta on the version that the server holds: only what it changes is loaded."""
+    meeting: Meeting | None = None
+    optional: tuple[str, ...] = ()
+    """Tensors that may be missing or come on top."""
 
 
 def open_source(source: WeightSource) -> Version:
-    """Open and check a version; InfrastructureError when it is missing, cut short or of another number, CapabilityError
-    for a kind of source that this engine does not take."""
+    """Open and check a version at rest; InfrastructureError when it is missing, cut short, damaged or of another
+    number, CapabilityError for another kind of source. Reads all of it: run it in a thread."""
     doing = f"loading policy version {source.version} from {source.location}"
-    if source.kind not in KINDS:
+    if source.kind not in AT_REST:
         raise CapabilityError(
-            doing, got=f"a weight source of kind {source.kind!r}", expected=f"one of {', '.join(KINDS)}",
+            doing, got=f"a weight source of kind {source.kind!r}", expected=f"one of {', '.join(AT_REST)}",
             fix="Publish the version to a folder.",
         )  # fmt: skip
     try:
         opened = open_version(source.location)
+        opened.verify()
     except WeightsError as error:
         raise InfrastructureError(doing, got=str(error), expected="a published version") from error
     if opened.version not in (-1, source.version):
@@ -64,56 +73,66 @@ def open_source(source: WeightSource) -> Version:
     return opened
 
 
-def prepare(source: WeightSource, shapes: Shapes, *, tied: bool) -> Prepared:
-    """Check a version against the model that is served (`shapes`); a delta becomes a folder of the tensors that
-    changed. Blocks on the disk: run it in a thread."""
+def shapes_of(version: Version) -> dict[str, tuple[int, ...]]:
+    """What a version's tensors look like."""
+    return {name: tuple(entry.shape) for name, entry in version.manifest.tensors.items()}
+
+
+def prepare(source: WeightSource, shapes: Shapes, *, tied: bool, held: str = "") -> Prepared:
+    """Check a version against the model that is served (`shapes`); a group's is checked when its plan comes. `held` is
+    the content digest of the version it has now."""
+    optional = (HEAD,) if tied else ()
+    if source.kind == COLLECTIVE:
+        return Prepared(source, shapes, meeting=read_meeting(source), optional=optional)
     opened = open_source(source)
     found = shapes_of(opened)
-    names = {*found, *shapes} - ({HEAD} if tied else set())
-    wrong = sorted(name for name in names if found.get(name) != shapes.get(name))
+    wrong = sorted(
+        name for name in {*found, *shapes} - {*optional} if found.get(name) != shapes.get(name)
+    )  # fmt: skip
     if wrong:
         raise InfrastructureError(
             f"loading policy version {source.version} from {source.location}",
             got=f"{wrong[0]} of shape {found.get(wrong[0])} ({len(wrong)} tensors differ)",
             expected=str(shapes.get(wrong[0])), fix="All versions of a run must be of one model.",
         )  # fmt: skip
-    if not opened.is_delta:
-        return Prepared(source.version, source.location)
-    folder = scratch_folder(f"gyre-sglang-v{source.version}-")
+    base = opened.manifest.base
+    return Prepared(
+        source, shapes, str(Path(source.location).resolve()), opened.digest,
+        changed_only=base is not None and held == base.digest != "", optional=optional,
+    )  # fmt: skip
+
+
+def read_meeting(source: WeightSource) -> Meeting:
+    """The location of a "collective" source: group://HOST:PORT/NAME?first=1&size=2&backend=gloo."""
+    parts = urlsplit(source.location)
     try:
-        published = publish_full(
-            folder, source.version, ((name, opened[name]) for name in sorted(opened.changed)), kind="shm"
-        )
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return Prepared(source.version, published.location, str(folder))
-
-
-async def apply_version(server: Server, prepared: Prepared) -> None:
-    """Have the server load it now; nothing must be sampled meanwhile."""
-    body = disk_body(prepared)
-    await server.client.post("/update_weights_from_disk", body, server.options.weights_timeout_s)
-    info = await server.client.get("/model_info", server.options.request_timeout_s)
-    if info.get("weight_version") != str(prepared.version):
-        raise InfrastructureError(
-            f"loading policy version {prepared.version} into SGLang", got=f"version {info.get('weight_version')}",
-            expected=f"version {prepared.version}", fix="Does somebody else update this server?",
+        asked = {key: values[-1] for key, values in parse_qs(parts.query, strict_parsing=True).items()}
+        found = Meeting(
+            parts.hostname or "", parts.port or 0, parts.path.strip("/"), int(asked["first"]), int(asked["size"]),
+            asked.get("backend", "gloo"),
         )  # fmt: skip
+        if parts.scheme != "group" or not (found.host and found.port and found.name and 1 <= found.first < found.size):
+            raise ValueError("a part is missing or out of range")
+        if found.backend not in ("gloo", "nccl"):
+            raise ValueError(f"backend {found.backend!r}")
+    except (ValueError, KeyError) as error:
+        raise InfrastructureError(
+            f"receiving policy version {source.version}", got=f"{source.location!r} ({error})",
+            expected="group://HOST:PORT/NAME?first=1&size=2&backend=gloo",
+        ) from error  # fmt: skip
+    return found
 
 
-def disk_body(prepared: Prepared) -> dict[str, Any]:
-    """The body of POST /update_weights_from_disk: keep running calls and their KV; flushing is asked for apart."""
-    return {
-        "model_path": prepared.folder,
-        "weight_version": str(prepared.version),
-        "abort_all_requests": False,
-        "flush_cache": False,
-        "keep_pause": True,
-    }
-
-
-def scratch_folder(prefix: str) -> Path:
-    """A new folder in shared memory where there is some, else among temporary files."""
+def materialise(prepared: Prepared) -> Path:
+    """What a delta leads to, in a new folder of shared memory: all tensors, or those it changes on what the server has.
+    The caller removes the folder's parent."""
+    opened = open_source(prepared.source)
     shm = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=shm if shm.is_dir() else None))
+    root = Path(tempfile.mkdtemp(prefix=f"gyre-v{opened.version}-", dir=shm if shm.is_dir() else None))
+    try:
+        names = sorted(opened.changed if prepared.changed_only else opened)
+        tensors = ((name, opened[name]) for name in names)
+        return Path(publish_full(root, prepared.source.version, tensors, kind="shm").location)
+    except BaseException:
+        shutil.rmtree(root, ignore_errors=True)
+        raise

@@ -1,0 +1,168 @@
+"""Policy versions into a server: by order in its workers, from disk, as deltas; what is refused and what is undone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gyre_core import CapabilityError, ComponentContext, InfrastructureError, WeightSource
+from gyre_core.testing.engine_rig import Watched, call, request_of
+from gyre_sglang.engine import SGLangEngine
+from gyre_sglang.options import SGLangOptions
+from gyre_sglang.weights import Meeting, read_meeting
+from gyre_weights import HostTensor, Published, Shadow, open_version, publish_delta, publish_full
+
+PROMPT = list(range(30))
+
+
+def tensor(fill: int, rows: int = 320) -> HostTensor:
+    return HostTensor("F32", (rows, 4), np.full(rows * 4, fill, np.float32).view(np.uint8))
+
+
+class Trainer:
+    """Publishes versions of two tensors; a delta changes one of them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.extras = {"config.json": json.dumps({"vocab_size": 320, "max_position_embeddings": 1024}).encode()}
+
+    def full(self, version: int, kind: str = "disk") -> WeightSource:
+        made = publish_full(
+            self.root, version, {"embed": tensor(version), "norm": tensor(0, 2)}.items(), kind=kind, extras=self.extras
+        )
+        return self._source(made)
+
+    def delta(self, base: int, version: int) -> WeightSource:
+        shadow = Shadow(base, open_version(self.root / f"v{base}").digest, open_version(self.root / f"v{base}"))
+        tensors = {"embed": tensor(version), "norm": tensor(0, 2)}
+        return self._source(publish_delta(self.root, version, tensors.items(), shadow, extras=self.extras))
+
+    def _source(self, made: Published) -> WeightSource:
+        return WeightSource(made.version, made.location, made.kind)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    return Trainer(tmp_path / "weights")
+
+
+@pytest.fixture
+def by_order(context: ComponentContext, interpreter: str) -> Callable[..., SGLangEngine]:
+    """An engine whose server has the loader."""
+
+    def make(fault: str = "") -> SGLangEngine:
+        arguments = ("--fault", fault) if fault else ()
+        return SGLangEngine(SGLangOptions(python=interpreter, arguments=arguments, chunk_s=0.0), context)
+
+    return make
+
+
+async def test_a_launched_server_takes_versions_by_order(by_order: Any, trainer: Trainer) -> None:
+    engine = by_order()
+    await engine.start(trainer.full(0))
+    assert engine._server.orders is not None
+    running = Watched(engine, request_of(PROMPT, 120, name="a"))
+    await running.until(3)
+    await engine.update_weights(trainer.full(1, "shm"))
+    result = await running.task
+    border = result.versions.count(0)
+    assert 3 <= border < 120
+    assert result.versions == [0] * border + [1] * (120 - border)
+    order = json.loads((engine._server.orders / "order.json").read_text())
+    assert (order["kind"], order["all"]) == ("rest", True)
+    await engine.close()
+
+
+async def test_a_load_that_broke_the_weights_is_undone(by_order: Any, trainer: Trainer) -> None:
+    engine = by_order("torn-1")
+    await engine.start(trainer.full(0))
+    running = Watched(engine, request_of(PROMPT, 80, name="a"))
+    await running.until(2)
+    with pytest.raises(InfrastructureError, match="out of memory"):
+        await engine.update_weights(trainer.full(1))
+    assert engine.version == 0
+    assert (await running.task).versions == [0] * 80
+    order = json.loads((engine._server.orders / "order.json").read_text())
+    assert order["location"].endswith("v0")
+    await engine.update_weights(trainer.full(2))
+    assert (await call(engine, PROMPT, 3)).versions == [2] * 3
+    await engine.close()
+
+
+async def test_a_load_that_cannot_be_undone_fails_every_later_call(by_order: Any, trainer: Trainer) -> None:
+    engine = by_order("torn-1")
+    first = trainer.full(0)
+    await engine.start(first)
+    bad = trainer.full(1)
+    (Path(first.location) / "model.safetensors").write_bytes(b"gone")
+    for file in Path(first.location).glob("*.safetensors"):
+        file.write_bytes(b"gone")
+    with pytest.raises(InfrastructureError):
+        await engine.update_weights(bad)
+    with pytest.raises(InfrastructureError, match="out of memory"):
+        await call(engine, PROMPT, 3)
+    await engine.close()
+
+
+@pytest.mark.parametrize("way", ["order", "disk"])
+async def test_a_delta_brings_only_what_changed(way: str, by_order: Any, engine_of: Any, trainer: Trainer) -> None:
+    base, source = trainer.full(0), trainer.delta(0, 1)
+    if way == "disk":
+        engine, fake = await engine_of(source=base)
+        await engine.update_weights(source)
+        assert fake.loaded[-1] == ["embed"]
+        assert not Path(fake.location).exists()
+    else:
+        engine = by_order()
+        await engine.start(base)
+        await engine.update_weights(source)
+        order = json.loads((engine._server.orders / "order.json").read_text())
+        assert (order["kind"], order["all"]) == ("rest", False)
+    assert (await call(engine, PROMPT, 3)).versions == [1] * 3
+    await engine.close()
+
+
+@pytest.mark.parametrize("way", ["order", "disk"])
+async def test_a_delta_on_another_version_than_the_one_held_is_loaded_whole(
+    way: str, by_order: Any, engine_of: Any, trainer: Trainer
+) -> None:
+    """An engine that slept through a version would keep old values in what the later delta does not change."""
+    base, _, later = trainer.full(0), trainer.delta(0, 1), trainer.delta(1, 2)
+    if way == "disk":
+        engine, fake = await engine_of(source=base)
+        await engine.update_weights(later)
+        assert fake.loaded[-1] == ["embed", "norm"]
+    else:
+        engine = by_order()
+        await engine.start(base)
+        await engine.update_weights(later)
+        assert json.loads((engine._server.orders / "order.json").read_text())["all"] is True
+    await engine.close()
+
+
+async def test_a_group_needs_our_loader(engine_of: Any) -> None:
+    engine, fake = await engine_of()
+    source = WeightSource(1, "group://127.0.0.1:1234/g1?first=1&size=2", "collective")
+    with pytest.raises(CapabilityError, match="custom-weight-loader"):
+        await engine.update_weights(source)
+    assert not fake.paused
+    assert (await call(engine, PROMPT, 3)).versions == [0] * 3
+
+
+def test_meetings() -> None:
+    def source(text: str) -> WeightSource:
+        return WeightSource(3, text, "collective")
+
+    text = "group://10.0.0.1:29500/run-v3?first=2&size=5&backend=nccl"
+    assert read_meeting(source(text)) == Meeting("10.0.0.1", 29500, "run-v3", 2, 5, "nccl")
+    for bad in (
+        "", "/a/folder", "group://h:1/n?first=0&size=2", "group://h:1/n?first=2&size=2", "group://h:1/n?size=2",
+        "group://h/n?first=1&size=2", "group://h:1?first=1&size=2", "group://h:x/n?first=1&size=2",
+        "group://h:1/n?first=1&size=2&backend=mpi",
+    ):  # fmt: skip
+        with pytest.raises(InfrastructureError, match="group://HOST:PORT"):
+            read_meeting(source(bad))
