@@ -20,7 +20,7 @@ MEMBERS = sorted(
 )
 FILE_LINES, FUNCTION_LINES = 440, 70
 """The house's measure is about 400 and about 60; a little more is allowed before it is an error."""
-LEAVES = ("gyre_sched", "gyre_tito", "gyre_loss", "gyre_kvxfer")
+LEAVES = ("gyre_sched", "gyre_tito", "gyre_loss", "gyre_kvxfer", "gyre_weights")
 HEAVY = ("torch", "transformers", "sglang", "vllm", "megatron", "deepspeed", "ray", "cupy", "renderers", "verifiers")
 ENVIRONMENT = {
     "packages/gyre-rl/src/gyre_rl/procs/launcher.py": "a child inherits the environment it was started in",
@@ -214,7 +214,8 @@ def test_leaves_depend_on_no_other_package_of_ours():
         elif member.parent.name == "plugins":
             allowed = {"gyre-core", *(leaf.replace("_", "-") for leaf in LEAVES)}
             assert ours <= allowed, member
-            assert len(ours - {"gyre-core"}) <= 1, f"{member}: a plugin adapts at most one leaf"
+            adapted = ours - {"gyre-core", "gyre-weights"}  # engines and trainers also carry weights
+            assert len(adapted) <= 1, f"{member}: a plugin adapts at most one leaf, and may publish or take weights"
     assert requirements(ROOT / "packages/gyre-sched")[0] == set()
     assert requirements(ROOT / "packages/gyre-core")[0] == {"pluggy"}
 
