@@ -28,6 +28,7 @@ ENVIRONMENT = {
 """Files beside settings.py that may look at the environment, and why."""
 ELSEWHERE = {
     "plugins/gyre-sglang/src/gyre_sglang/server/gyre_sglang_server": "put on the path of SGLang's own environment",
+    "plugins/gyre-vllm/src/gyre_vllm/inside": "put on the path of vLLM's own environment",
 }
 """Folders whose code runs in another environment, and why: they import what that one has."""
 

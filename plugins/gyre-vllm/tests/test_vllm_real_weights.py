@@ -154,6 +154,8 @@ async def test_no_cached_token_is_used_after_a_change(engine: VLLMEngine, real_s
         for context, result in zip(contexts, ended, strict=True):
             assert result.cached == 0
             assert_greedy(rig, 1, context, result)
+        assert await _cached(engine) == before
+        await engine.flush_cache()
     else:
         for prompt, watched in zip(prompts, running, strict=True):
             result = await rig.within(watched.task)

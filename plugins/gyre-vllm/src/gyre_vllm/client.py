@@ -30,9 +30,9 @@ class ServerClient:
     def __init__(self, url: str, control_timeout_s: float) -> None:
         self.url = url.rstrip("/")
         self._timeout = control_timeout_s
-        # One connection a call; no keep-alive for streams that were cut.
+        # No keep-alive: a server may close a kept connection (after a 500, or by its own clock) as we write to it.
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
             read_bufsize=1 << 18,
         )
