@@ -41,16 +41,6 @@ def scattered_pool(seed: int) -> HostPool:
     return pool
 
 
-def best(call: Callable[[], object], repeat: int) -> float:
-    """The shortest of `repeat` times, in seconds."""
-    times = []
-    for _ in range(repeat):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return min(times)
-
-
 # -- the source's process -------------------------------------------------------------------------------------------
 
 
@@ -162,7 +152,10 @@ def run_nixl(agent, handle) -> None:
         raise RuntimeError(state)
 
 
-def measure_nixl(peer: Peer, flat: np.ndarray, pool: HostPool, repeat: int) -> dict:
+Bench = Callable[[], None]
+
+
+def nixl_benches(peer: Peer, flat: np.ndarray, pool: HostPool) -> dict[str, Bench]:
     """Raw NIXL: one contiguous read, and 8,192 prepared scattered ones."""
     if not nixl.flavour():
         return {}
@@ -170,9 +163,7 @@ def measure_nixl(peer: Peer, flat: np.ndarray, pool: HostPool, repeat: int) -> d
     other = agent.add_remote_agent(bytes.fromhex(peer.hello["nixl"]))
     one = agent.get_xfer_descs([(flat.ctypes.data, CONTIGUOUS, 0)], "DRAM")
     two = agent.get_xfer_descs([(peer.hello["flat"], CONTIGUOUS, 0)], "DRAM")
-    handle = agent.initialize_xfer("READ", one, two, other)
-    out = {"contiguous": best(lambda: run_nixl(agent, handle), repeat)}
-    handle.release()
+    whole = agent.initialize_xfer("READ", one, two, other)
     rng = np.random.default_rng(3)
     picks = [np.concatenate([r * 1024 + rng.permutation(1024)[:512] for r in range(16)]) for _ in range(2)]
 
@@ -183,112 +174,113 @@ def measure_nixl(peer: Peer, flat: np.ndarray, pool: HostPool, repeat: int) -> d
     mine = prepare("NIXL_INIT_AGENT", [b.ctypes.data for b in pool.buffers])
     theirs = prepare(other, peer.hello["pools"])
     indices = [p.astype(np.int32) for p in picks]
-    handle = agent.make_prepped_xfer("READ", mine, indices[0], theirs, indices[1], b"")
-    out["paged"] = best(lambda: run_nixl(agent, handle), repeat)
-    handle.release()
-    return out
+    paged = agent.make_prepped_xfer("READ", mine, indices[0], theirs, indices[1], b"")
+    return {"nixl_contiguous": lambda: run_nixl(agent, whole), "nixl_paged": lambda: run_nixl(agent, paged)}
 
 
-def measure_plain(peer: Peer, pool: HostPool, repeat: int) -> dict:
+def plain_benches(sock: socket.socket, pool: HostPool) -> dict[str, Bench]:
     """Plain sockets: one message a block, and sendmsg/recvmsg_into of many pieces."""
-    peer.tell("sockets")
     rng = np.random.default_rng(4)
     ids = np.array([(r, b) for r in range(16) for b in rng.permutation(1024)[:512]], np.uint32)
     views = [memoryview(b) for b in pool.buffers]
-    out = {}
+
+    def naive() -> None:
+        for r, b in ids.tolist():
+            sock.sendall(struct.pack("<III", 1, r, b))
+            into = views[r][b * PIECE : (b + 1) * PIECE]
+            while into:
+                into = into[sock.recv_into(into) :]
+
+    def vectored() -> None:
+        sock.sendall(struct.pack("<III", 2, 0, len(ids)) + ids.tobytes())
+        pieces = [views[r][b * PIECE : (b + 1) * PIECE] for r, b in ids.tolist()]
+        at = 0
+        while at < len(pieces):
+            n = sock.recvmsg_into(pieces[at : at + 512])[0]
+            while at < len(pieces) and n >= len(pieces[at]):
+                n -= len(pieces[at])
+                at += 1
+            if n:
+                pieces[at] = pieces[at][n:]
+
+    return {"naive": naive, "sockets": vectored}
+
+
+MOVES = {
+    "paged": ("process_vm", MovePolicy()),
+    "digest": ("process_vm", MovePolicy(digest="fast")),
+    "tcp": ("tcp", MovePolicy()),
+    "shm": ("shm", MovePolicy()),
+}
+
+
+async def move(peer: Peer, pool: HostPool, name: str) -> float:
+    """Seconds of a whole move: direct, over another transport, or with digests."""
+    transport, policy = MOVES[name]
+    peer.ask("fill")
+    report = await migrate("s", peer.hello["endpoint"], pool, key=KEY, transport=transport, policy=policy)
+    if not report.carried or report.transport != transport:
+        raise RuntimeError(str(report))
+    pool.drop("s")
+    return report.seconds
+
+
+async def read_whole(reader: ProcessVmReader, flat: np.ndarray) -> float:
+    """Seconds of one contiguous read through our direct transport."""
+    runs = Runs(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([CONTIGUOUS], np.int64))
+    began = time.perf_counter()
+    await reader.read("", runs, runs, [Region(flat.ctypes.data, CONTIGUOUS)])
+    return time.perf_counter() - began
+
+
+def timed(call: Bench) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+async def one_round(peer: Peer, flat: np.ndarray, pool: HostPool, direct: dict[str, Bench], reader: ProcessVmReader):
+    """Each way once, those that are compared next to each other: name -> seconds."""
+    out = {name: timed(call) for name, call in direct.items()}
+    out["contiguous"] = await read_whole(reader, flat)
+    for name in MOVES:
+        out[name] = await move(peer, pool, name)
+    peer.tell("sockets")
     with socket.create_connection(("127.0.0.1", peer.hello["plain"])) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-        def naive() -> None:
-            for r, b in ids.tolist():
-                sock.sendall(struct.pack("<III", 1, r, b))
-                into = views[r][b * PIECE : (b + 1) * PIECE]
-                while into:
-                    into = into[sock.recv_into(into) :]
-
-        def vectored() -> None:
-            sock.sendall(struct.pack("<III", 2, 0, len(ids)) + ids.tobytes())
-            pieces = [views[r][b * PIECE : (b + 1) * PIECE] for r, b in ids.tolist()]
-            at = 0
-            while at < len(pieces):
-                n = sock.recvmsg_into(pieces[at : at + 512])[0]
-                while at < len(pieces) and n >= len(pieces[at]):
-                    n -= len(pieces[at])
-                    at += 1
-                if n:
-                    pieces[at] = pieces[at][n:]
-
-        out["naive"] = best(naive, 1)
-        out["sockets"] = best(vectored, repeat)
+        for name, call in plain_benches(sock, pool).items():
+            out[name] = timed(call)
     peer.read()
     return out
 
 
-async def measure_moves(peer: Peer, pool: HostPool, repeat: int) -> dict[str, float]:
-    """Whole moves: direct, over tcp, and with digests."""
-    plans = {
-        "paged": ("process_vm", MovePolicy()),
-        "digest": ("process_vm", MovePolicy(digest="fast")),
-        "tcp": ("tcp", MovePolicy()),
-        "shm": ("shm", MovePolicy()),
-    }
-    out: dict[str, float] = dict.fromkeys(plans, 1e9)
-    for _ in range(repeat):
-        for name, (transport, policy) in plans.items():
-            peer.ask("fill")
-            report = await migrate("s", peer.hello["endpoint"], pool, key=KEY, transport=transport, policy=policy)
-            if not report.carried or report.transport != transport:
-                raise RuntimeError(str(report))
-            out[name] = min(out[name], report.seconds)
-            pool.drop("s")
-    return out
-
-
-async def measure_contiguous(peer: Peer, flat: np.ndarray, repeat: int) -> float:
-    """One contiguous read through our direct transport."""
-    regions = [Region(peer.hello["flat"], CONTIGUOUS)]
-    reader = ProcessVmReader.probe(peer.hello["meta"], regions)
-    runs = Runs(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([CONTIGUOUS], np.int64))
-    times = []
-    for _ in range(repeat):
-        began = time.perf_counter()
-        await reader.read("", runs, runs, [Region(flat.ctypes.data, CONTIGUOUS)])
-        times.append(time.perf_counter() - began)
-    return min(times)
-
-
 async def measure(repeat: int) -> dict:
+    """Rounds of all ways in turn, so that what else the machine does meets them alike; the best time of each counts."""
     peer = Peer()
     try:
-        flat = np.ones(CONTIGUOUS, np.uint8)
-        copy = np.ones(CONTIGUOUS, np.uint8)
+        flat, copy = np.ones(CONTIGUOUS, np.uint8), np.ones(CONTIGUOUS, np.uint8)
         pool = scattered_pool(7)
-        peer.ask("fill")
-        memcpy = best(lambda: np.copyto(copy, flat), repeat)
-        raw = measure_nixl(peer, flat, pool, repeat)
-        contiguous = await measure_contiguous(peer, flat, repeat)
-        plain = measure_plain(peer, pool, repeat)
-        first = await migrate("s", peer.hello["endpoint"], pool, key=KEY)
-        pool.drop("s")
-        moves = await measure_moves(peer, pool, repeat)
+        direct = {"memcpy": lambda: np.copyto(copy, flat), **nixl_benches(peer, flat, pool)}
+        reader = ProcessVmReader.probe(peer.hello["meta"], [Region(peer.hello["flat"], CONTIGUOUS)])
+        first = await move(peer, pool, "paged")
+        rounds = [await one_round(peer, flat, pool, direct, reader) for _ in range(repeat)]
     finally:
         peer.end()
     nbytes = TOKENS * LAYOUT.token_nbytes
-    rate = {"memcpy": CONTIGUOUS / memcpy, "contiguous": CONTIGUOUS / contiguous}
-    rate |= {f"nixl_{k}": nbytes / v for k, v in raw.items()}
-    rate |= {k: nbytes / v for k, v in {**plain, **moves}.items()}
+    best = {name: min(r[name] for r in rounds) for name in rounds[0]}
     out = {
         "bytes": nbytes,
         "pieces": nbytes // PIECE,
-        "gb_per_s": {k: round(v / 1e9, 3) for k, v in rate.items()},
-        "paged_vs_naive": round(plain["naive"] / moves["paged"], 2),
-        "tcp_vs_sockets": round(plain["sockets"] / moves["tcp"], 2),
-        "digest_overhead": round(moves["digest"] / moves["paged"] - 1, 3),
-        "first_move_s": round(first.seconds, 4),
+        "rounds": repeat,
+        "gb_per_s": {name: round(nbytes / seconds / 1e9, 3) for name, seconds in best.items()},
+        "paged_vs_naive": round(best["naive"] / best["paged"], 2),
+        "tcp_vs_sockets": round(best["sockets"] / best["tcp"], 2),
+        "digest_overhead": round(best["digest"] / best["paged"] - 1, 3),
+        "first_move_s": round(first, 4),
     }
-    if raw:
-        out["contiguous_vs_nixl"] = round(raw["contiguous"] / contiguous, 2)
-        out["paged_vs_nixl"] = round(raw["paged"] / moves["paged"], 2)
+    if "nixl_paged" in best:
+        out["contiguous_vs_nixl"] = round(best["nixl_contiguous"] / best["contiguous"], 2)
+        out["paged_vs_nixl"] = round(best["nixl_paged"] / best["paged"], 2)
     return out
 
 
@@ -303,7 +295,7 @@ def hardware() -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=12)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:

@@ -16,6 +16,7 @@ from gyre_kvxfer.copy import Bytes, execute
 from gyre_kvxfer.digest import LANES, U64, finish_lanes, finite, lane_sums, part
 from gyre_kvxfer.engine import Region
 from gyre_kvxfer.layout import KVLayout
+from gyre_kvxfer.native import lane_rows
 from gyre_kvxfer.plan import Ints, plan_transfer
 
 CHUNK_BYTES = 256 << 10
@@ -66,6 +67,10 @@ def _plane_part(kind: str, table: Bytes, ids: npt.NDArray[np.int64], plane: int)
     """
     if bool((np.diff(ids) == 1).all()):
         return part(kind, table[int(ids[0]) : int(ids[-1]) + 1], plane)
+    if kind == "fast":
+        summed = np.empty((len(ids), LANES), np.uint64)
+        if lane_rows(table, ids, summed):
+            return finish_lanes(summed, plane)
     step = max(1, CHUNK_BYTES // table.shape[1])
     held = np.empty((step, table.shape[1]), np.uint8)
     lanes = np.empty((len(ids), LANES), np.uint64)

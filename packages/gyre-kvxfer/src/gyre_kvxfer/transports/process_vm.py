@@ -12,7 +12,7 @@ import ctypes
 import errno
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -24,6 +24,12 @@ from gyre_kvxfer.transports.base import boot_id, random_cookie, stopped
 
 CALL_BYTES = 16 << 20
 """At most so many bytes a call: a cancelled move ends soon."""
+
+THREADS = 2
+"""Reads from `SHARED_BYTES` on are shared by so many threads: for scattered pieces the kernel's walk over pages, not
+the memory's speed, is the bound, and the call releases Python's lock."""
+
+SHARED_BYTES = 8 << 20
 
 INLINE_BYTES = 1 << 20
 """Up to here a read is done on the event loop's thread: a switch of threads would take longer."""
@@ -93,19 +99,25 @@ class ProcessVmReader:
         """Read; large reads run in a thread."""
         theirs, ours = iovecs(remote, self._regions), iovecs(local, into)
         if remote.total <= INLINE_BYTES:
-            self._read(theirs, ours)
+            self._read(cut_streams(theirs, ours, IOV_MAX, CALL_BYTES))
         else:
-            await asyncio.to_thread(self._read, theirs, ours)
+            threads = THREADS if remote.total >= SHARED_BYTES else 1
+            each = min(CALL_BYTES, -(-remote.total // threads))
+            parts = list(cut_streams(theirs, ours, IOV_MAX, each))
+            reads = (asyncio.to_thread(self._read, parts[n::threads]) for n in range(threads))
+            ended = await asyncio.gather(*reads, return_exceptions=True)  # none may write on after this returns
+            for error in filter(None, ended):
+                raise error
+        self._check()
 
-    def _read(self, theirs: Iovecs, ours: Iovecs) -> None:
-        for r, w, nbytes in cut_streams(theirs, ours, IOV_MAX, CALL_BYTES):
+    def _read(self, parts: Iterable[tuple[Iovecs, Iovecs, int]]) -> None:
+        for r, w, nbytes in parts:
             stopped(self._stopped)
             got = readv(self._pid, w, r)
             if got != nbytes:
                 raise TransportError(
                     explain("reading the source's memory", f"{got} bytes", f"{nbytes}", "The source unmapped its pool.")
                 )
-        self._check()
 
     def stop(self) -> None:
         """End after the call that is running."""
