@@ -83,6 +83,7 @@ class FakeVLLM:
             "/pause": self._pause, "/resume": self._resume, "/abort_requests": self._abort,
             "/update_weight_version": self._set_version, "/collective_rpc": self._rpc,
             "/reset_prefix_cache": self._forget, "/inference/v1/generate": self._generate,
+            "/v1/completions": self._complete,
         }  # fmt: skip
         get = {
             "/health": self._health, "/version": self._version, "/openapi.json": self._openapi,
@@ -159,6 +160,7 @@ class FakeVLLM:
         body = await request.json()
         self.bodies.append(body)
         how = body["sampling_params"]
+        assert "kv_transfer_params" not in body
         if how["max_tokens"] + len(body["token_ids"]) > CONTEXT:
             return web.json_response({"error": {"message": "too long"}}, status=400)
         name = f"generate-tokens-{request.headers['x-request-id']}"
@@ -175,6 +177,18 @@ class FakeVLLM:
             if call.reason is None:
                 self._finish(call, "abort")
         return answer
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        """One token, with the NIXL connector's parameters in and out; takes any blocks for any prompt, as vLLM does."""
+        body = await request.json()
+        self.bodies.append(body)
+        prompt, params = body["prompt"], body["kv_transfer_params"]
+        found = params["remote_num_tokens"] if params.get("do_remote_prefill") else 0
+        self.cache |= {(body["cache_salt"], block) for block in self._blocks(prompt)}
+        usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": found}}
+        offered = {"do_remote_prefill": True, "remote_num_tokens": len(prompt) // BLOCK * BLOCK}
+        given = None if "no-params" in self.faults else offered
+        return web.json_response({"choices": [{"token_ids": [1]}], "usage": usage, "kv_transfer_params": given})
 
     async def _stream(self, call: Call, answer: web.StreamResponse) -> None:
         sent = 0
@@ -261,7 +275,7 @@ class FakeVLLM:
     def _do_gyre_prepare(self) -> dict[str, Any]:
         return {
             "device": "cpu", "vocab": VOCAB + 1 if "other-model" in self.faults else VOCAB, "max_context": CONTEXT,
-            "max_running": self.slots, "counts": True, "connector": False,
+            "max_running": self.slots, "counts": True, "connector": "connector" in self.faults,
         }  # fmt: skip
 
     def _do_gyre_counts(self) -> dict[str, Any]:

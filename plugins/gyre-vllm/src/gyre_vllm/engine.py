@@ -31,9 +31,11 @@ from gyre_core import (
     SamplingParams,
     WeightSource,
 )
+from gyre_kvxfer.vllm import Export
 
 from gyre_vllm.calls import Cut, RunningCall, run_segment
 from gyre_vllm.changes import Changes
+from gyre_vllm.handover import HandedOver, export_session, import_session
 from gyre_vllm.options import VLLMOptions
 from gyre_vllm.server import Server
 from gyre_vllm.state import EngineState, Phase
@@ -212,7 +214,15 @@ class VLLMEngine:
             sampled_tokens=state.sampled,
         )
 
-    # KV of sessions: the server's HTTP interface gives no block to read or to write
+    # KV of sessions: the server's HTTP interface gives no block to read or to write, but two servers may hand it over
+
+    async def export_session(self, session: str, token_ids: Sequence[int]) -> Export:
+        """Offer the KV of this context to another vLLM; its calls must have ended. See `gyre_vllm.handover`."""
+        return await export_session(self._state, session, token_ids)
+
+    async def import_session(self, export: Export, token_ids: Sequence[int]) -> HandedOver:
+        """Fetch what another vLLM's `export_session` offered, for a context that begins with the same tokens."""
+        return await import_session(self._state, export, token_ids)
 
     def kv_shape(self) -> KVShape:
         """Not offered."""

@@ -34,6 +34,8 @@ class Place:
     accelerators: int = 0
     threads: int = 1
     seed: int = 0
+    side_port: int = 0
+    """Where the NIXL connectors of two servers find each other; only with `transfers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ def launch_plan(options: VLLMOptions, model: str, start: tuple[str, ...], place:
     words += _memory_words(options, place)
     if options.eager or not place.accelerators:
         words.append("--enforce-eager")
-    env = _variables(place) | dict(options.environment)
+    side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": place.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.side_port)}
+    env = _variables(place) | (side if options.transfers else {}) | dict(options.environment)
     return LaunchPlan((*words, *options.arguments), tuple(sorted(env.items())), f"http://{place.host}:{place.port}")
 
 

@@ -85,7 +85,9 @@ async def launch(options: VLLMOptions, context: ComponentContext, model: str, li
     start = interpreter(options)
     accelerators = context.accelerators or int(context.device != "cpu")
     port = options.port or free_port(options.host)
-    place = Place(options.host, port, accelerators, context.threads, seed_of(context.seed, f"{context.name} {life}"))
+    seed = seed_of(context.seed, f"{context.name} {life}")
+    side_port = free_port(options.host) if options.transfers else 0
+    place = Place(options.host, port, accelerators, context.threads, seed, side_port)
     plan = launch_plan(options, model, start, place)
     name = re.sub(r"[^A-Za-z0-9._-]", "_", context.name)
     process = await ServerProcess.start(plan, Path(context.run_dir) / "logs" / f"{name}-vllm.log")
