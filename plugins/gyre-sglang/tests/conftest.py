@@ -159,7 +159,8 @@ def version(tmp_path: Path) -> Callable[..., WeightSource]:
         folder.mkdir()
         data = len(header).to_bytes(8, "little") + header + bytes(rows * columns * 4)
         (folder / "model.safetensors").write_bytes(data[:-7] if how == "cut" else data)
-        config = {"vocab_size": 320, "max_position_embeddings": 1024, "num_hidden_layers": 1}
+        config = {"vocab_size": 320, "max_position_embeddings": 1024, "num_hidden_layers": 3,
+                  "num_experts": 8, "num_experts_per_tok": 2}  # fmt: skip
         (folder / "config.json").write_text(json.dumps(config))
         if how == "number":
             shutil.rmtree(folder)
@@ -184,6 +185,7 @@ async def engine_of(
         incremental: bool = True,
         memory_saver: bool = False,
         eos: int | None = None,
+        experts: bool = False,
         source: WeightSource | None = None,
         **options: Any,
     ) -> tuple[SGLangEngine, Any]:
@@ -191,6 +193,7 @@ async def engine_of(
         words = ["--model-path", source.location, "--disable-overlap-schedule"]
         words += ["--incremental-streaming-output"] if incremental else []
         words += ["--enable-memory-saver"] if memory_saver else []
+        words += ["--enable-return-routed-experts"] if experts else []
         words += ["--eos", str(eos)] if eos else []
         fake = fake_module.FakeServer(fake_module.parser().parse_args(words), fault)
         runner = web.AppRunner(fake.app(), shutdown_timeout=0.1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import hashlib
 import json
 import math
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 from gyre_weights import open_version
 
@@ -199,6 +201,9 @@ class FakeServer:
             "weight_version": self.version, "completion_tokens": len(request.out), "cached_tokens": request.cached,
             "output_token_logprobs": pairs, "output_token_logprobs_length": len(request.out),
         }  # fmt: skip
+        if finish is not None and request.routed:
+            rows = np.repeat(np.arange(len(request.ids) + len(request.out) - 1, dtype="<i4"), 3 * 2)
+            meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
         if finish is not None:
             meta["weight_versions"] = self._spans(request)
         await self._send(response, {"output_ids": request.out[offset:], "meta_info": meta})

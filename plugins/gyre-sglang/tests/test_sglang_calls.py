@@ -226,6 +226,25 @@ async def test_what_is_not_offered_is_refused(engine_of: Any) -> None:
         await engine.update_weights(WeightSource(1, "/", "carrier-pigeon"))
 
 
+@pytest.mark.parametrize("ended", ["length", "abort"])
+async def test_routed_experts_are_those_of_the_passes_that_made_the_tokens(engine_of: Any, ended: str) -> None:
+    engine, _ = await engine_of(experts=True)
+    assert EngineCapability.ROUTED_EXPERTS in engine.capabilities
+    plain = request_of(PROMPT, 30 if ended == "length" else 900, name="a")
+    watched = Watched(engine, type(plain)("a", "s", plain.prompt_ids, plain.sampling, True))
+    if ended == "abort":
+        assert await eventually(lambda: sampled(engine, 5))
+        await engine.abort("a")
+    (chunk,) = (await watched.task).chunks
+    rows = chunk.routed_experts
+    assert rows.shape == (len(chunk.token_ids), 3, 2)
+    assert rows[:, 0, 0].tolist() == [len(PROMPT) - 1 + i for i in range(len(chunk.token_ids))]
+
+
+async def sampled(engine: Any, tokens: int) -> bool:
+    return (await engine.load()).sampled_tokens >= tokens
+
+
 async def test_a_server_with_a_memory_saver_sleeps_and_lives(engine_of: Any, version: Any) -> None:
     engine, fake = await engine_of(memory_saver=True)
     running = Watched(engine, request_of(PROMPT, 900, name="a"))

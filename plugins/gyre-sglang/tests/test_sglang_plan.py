@@ -190,7 +190,7 @@ def test_events_that_are_not_whole(line: bytes, said: str) -> None:
 
 
 def test_the_last_event_tells_more() -> None:
-    reader = StreamReader("x", 320, 3, incremental=True)
+    reader = StreamReader("x", 320, 3, incremental=True, experts_per_token=2)
     assert reader.feed(b"") is None
     assert reader.feed(b"data: [DONE]") is None
     rows = np.arange(4 * 6, dtype=np.int32)
@@ -203,7 +203,9 @@ def test_the_last_event_tells_more() -> None:
     assert (piece.finish, piece.matched, piece.cached_tokens) == ("stop", 6, 2)
     assert piece.spans == (Span("3", 0, 2),)
     assert piece.routed is not None
-    assert piece.routed.shape[0] == 4
+    assert piece.routed.shape == (4, 3, 2)
+    with pytest.raises(InfrastructureError, match="24 routed experts for 5 positions"):
+        reader.feed(event([7], 3, {"type": "length"}, routed_experts=base64.b64encode(rows.tobytes()).decode()))
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5))

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from gyre_core import Array, FinishReason, GenerateChunk, GenerateRequest, InfrastructureError
 
 from gyre_sglang.wire import Span
@@ -56,6 +57,8 @@ class Call:
     cached_tokens: int | None = None
     running: bool = False
     """Has sampled a token and goes on."""
+    _held: list[Sampled] = field(default_factory=list)
+    """Tokens of a call with routed experts, which come at its end: it is handed out whole."""
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it is to end with ABORT."""
     restart: bool = False
@@ -80,7 +83,11 @@ class Call:
         self.sampled_ids.extend(token_ids)
         if token_ids:
             self.running = True
-            self.items.put_nowait(Sampled(token_ids, logprobs, self.segment.borders[-1][1]))
+            sampled = Sampled(token_ids, logprobs, self.segment.borders[-1][1])
+            if self.request.routed_experts:
+                self._held.append(sampled)
+            else:
+                self.items.put_nowait(sampled)
 
     def turn(self, version: int) -> None:
         """What comes from now on is of `version`."""
@@ -106,7 +113,14 @@ class Call:
         if not self.over.is_set():
             self.finish, self.running = finish, False
             self.over.set()
-            self.items.put_nowait(Sampled((), (), 0, finish, routed))
+            for sampled in self._held:
+                self.items.put_nowait(sampled)
+            self.items.put_nowait(Sampled((), (), 0, finish, self._of_sampled(routed)))
+
+    def _of_sampled(self, routed: Array | None) -> Array | None:
+        """Rows of the forward passes that made the sampled tokens, out of those of the whole context."""
+        first = len(self.request.prompt_ids) - 1
+        return None if routed is None else np.asarray(routed)[first : first + len(self.sampled_ids)]
 
     def fail(self, error: Exception) -> None:
         """It is over, with an error."""

@@ -150,7 +150,10 @@ class Driver:
             call.request, rid=segment.rid, prompt=context, max_tokens=call.max_tokens - segment.start,
             cache_key=self.cache_key, seeded=self.facts.deterministic,
         )  # fmt: skip
-        reader = StreamReader(call.doing, self._model.vocab, len(context), incremental=self.facts.incremental)
+        reader = StreamReader(
+            call.doing, self._model.vocab, len(context), incremental=self.facts.incremental,
+            experts_per_token=self._model.experts_per_token,
+        )  # fmt: skip
         last: Piece | None = None
         first = True
         loop = asyncio.get_running_loop()

@@ -83,8 +83,11 @@ def generate_body(
 class StreamReader:
     """Turns one call's events into pieces; knows how many tokens came before."""
 
-    def __init__(self, doing: str, vocab: int, prompt_tokens: int, *, incremental: bool) -> None:
+    def __init__(
+        self, doing: str, vocab: int, prompt_tokens: int, *, incremental: bool, experts_per_token: int = 0
+    ) -> None:
         self.sampled = 0
+        self._experts = experts_per_token
         self._doing, self._vocab, self._prompt, self._incremental = doing, vocab, prompt_tokens, incremental
 
     def feed(self, line: bytes) -> Piece | None:
@@ -154,7 +157,11 @@ class StreamReader:
         if not text:
             return None
         flat = np.frombuffer(base64.b64decode(text), "<i4")
-        return flat.reshape(positions, -1) if positions else None
+        if positions < 1 or not self._experts or len(flat) % (positions * self._experts):
+            raise self._broken(
+                f"{len(flat)} routed experts for {positions} positions", f"a multiple of {self._experts} for each"
+            )
+        return flat.reshape(positions, -1, self._experts)
 
     def _refused(self, error: Any) -> Exception:
         message = error.get("message", error) if isinstance(error, dict) else error
