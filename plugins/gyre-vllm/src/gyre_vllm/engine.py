@@ -9,10 +9,11 @@ in `gyre_vllm.changes`.
 from __future__ import annotations
 
 import itertools
-import os
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import NoReturn
 
+import numpy as np
 from gyre_core import (
     Array,
     CapabilityError,
@@ -52,7 +53,7 @@ class VLLMEngine:
         self.options = options or VLLMOptions()
         self._state = EngineState()
         self._changes = Changes(self.options, context, self._state)
-        self._names = itertools.count()
+        self._names, self._name = itertools.count(), secrets.token_hex(4)
         self._computed = self._cached = 0
 
     @property
@@ -140,7 +141,7 @@ class VLLMEngine:
             return
         server = state.ready(call.doing)
         call.cut, call.first = Cut.NONE, len(call.sampled)
-        call.server_id = f"{os.getpid():x}-{next(self._names)}"
+        call.server_id = f"{self._name}-{next(self._names)}"
         call.labels.change(call.first, state.version)
         call.at_rest.clear()
         state.note_progress()
@@ -165,7 +166,8 @@ class VLLMEngine:
                 doing, got="a wish for routed experts", expected="none", fix="Set routed_experts in [engine]."
             )
         _require_logprobs(server.facts.logprobs, request.sampling, doing)
-        prompt = [int(token) for token in request.prompt_ids]
+        given = request.prompt_ids
+        prompt: list[int] = given if isinstance(given, list) else np.asarray(given, np.int64).tolist()
         if not prompt:
             raise ValueError(f"{doing}: got an empty prompt, expected at least one token id")
         low, high = min(prompt), max(prompt)

@@ -70,7 +70,7 @@ class VLLMOptions:
     start_timeout_s: float = 900.0
     control_timeout_s: float = 120.0
     """For pause, resume, abort and the like; loading weights has `start_timeout_s`."""
-    stall_s: float = 300.0
+    stall_s: float = 600.0
     """The engine counts as hung when calls run and none of them gets a token for so long."""
 
     def __post_init__(self) -> None:
