@@ -123,7 +123,8 @@ class Copier:
         """
         for index, pair in enumerate(self._pairs):
             layout = pair.src.layout
-            step = max(1, WINDOW_BYTES // layout.block_nbytes) * layout.block_size
+            checked = not pair.direct or self._digest or self._finite
+            step = max(1, WINDOW_BYTES // layout.block_nbytes) * layout.block_size if checked else max(1, stop - start)
             check: asyncio.Future[None] | None = None
             for at in range(start, stop, step):
                 end = min(at + step, stop)
@@ -135,7 +136,7 @@ class Copier:
                     job = partial(self._finish_staged, index, pair, at, end, dst_blocks, staged)
                 if check is not None:
                     await check
-                if not pair.direct or self._digest or self._finite:
+                if checked:
                     check = asyncio.ensure_future(asyncio.to_thread(job))
             if check is not None:
                 await check
