@@ -2,8 +2,13 @@
 
 Three processes: this one is the agents, one is the proxy under test, one is the engine. Ours holds a token-true fake
 engine that answers after a known delay; LiteLLM's stands in front of a plain HTTP server that answers after the same
-delay. `added` is what a client waited beyond that delay. Agents hold real conversations: every request is the whole
-history, one message longer than the last.
+delay. Agents hold real conversations: every request is the whole history, one message longer than the last.
+
+`added` is what a client waited for the proxy's answer beyond what the same client waits, in the median and under the
+same load, for the plain HTTP server alone with that delay (`direct_p50_ms` beyond the delay). `waited_*` is the same
+without that subtraction: everything beyond the nominal delay, the client's own work and late timers included. The main
+figures are with `durability="power"` (every commit is synced to the disk); `light_process` is what a killed process
+survives and a power cut may not.
 
 Run: `python benchmarks/tito_proxy.py [--json] [--small] [--litellm PATH]` (`PATH`: the `litellm` program of an
 environment of its own, `pip install 'litellm[proxy]'`). The last line is one JSON object.
@@ -45,7 +50,7 @@ class DelayedEngine:
         yield GenerateChunk(self.ids, [-0.5] * len(self.ids), [0] * len(self.ids), "stop", cached_tokens=call.new_from)
 
 
-def our_proxy(folder: str, delay: float, agents: int, pipe) -> None:
+def our_proxy(folder: str, delay: float, agents: int, durability: str, pipe) -> None:
     """The proxy process."""
 
     async def main() -> None:
@@ -54,7 +59,7 @@ def our_proxy(folder: str, delay: float, agents: int, pipe) -> None:
 
         sys.setswitchinterval(0.0005)  # as `gyre_tito.serve` does: the writer's thread should not wait for the loop
         chat = tiny_format()
-        store = Store.open(Path(folder) / "s.db", writable=True)
+        store = Store.open(Path(folder) / "s.db", writable=True, durability=durability)
         service = TitoService(DelayedEngine(chat, delay), store, chat)
         server = ProxyServer(service, max_body_bytes=64 << 20)
         await server.start()
@@ -94,6 +99,7 @@ def plain_upstream(port: int, delay: float) -> None:
 
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/v1/chat/completions", answer)
+    app.router.add_get("/health/liveliness", lambda _: web.Response())
     web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
 
 
@@ -117,10 +123,10 @@ async def drive(url: str, keys: list[str], chars: int, turns: int, timeout: floa
     limit = aiohttp.TCPConnector(limit=0)
     waited: list[float] = []
     first: list[float] = []
-    lost = 0
+    lost = longest = 0
 
     async def talk(number: int, key: str, http: aiohttp.ClientSession) -> None:
-        nonlocal lost
+        nonlocal lost, longest
         agent = Agent(number, chars)
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         await asyncio.sleep(pause * number / len(keys))
@@ -135,39 +141,72 @@ async def drive(url: str, keys: list[str], chars: int, turns: int, timeout: floa
                 lost += 1
                 continue
             (first if turn == 0 else waited).append(time.perf_counter() - begin)
+            longest = max(longest, said["usage"]["prompt_tokens"])
             agent.heard(said["choices"][0]["message"]["content"])
 
     begin = time.perf_counter()
     async with aiohttp.ClientSession(connector=limit, timeout=aiohttp.ClientTimeout(total=timeout)) as http:
         await asyncio.gather(*(talk(number, key, http) for number, key in enumerate(keys)))
     spent = time.perf_counter() - begin
-    return {"waited": waited, "first": first, "lost": lost, "rps": (len(waited) + len(first)) / spent}
+    rps = (len(waited) + len(first)) / spent
+    return {"waited": waited, "first": first, "lost": lost, "rps": rps, "prompt_tokens": longest}
 
 
-def measure_ours(agents: int, tokens: int, delay: float, turns: int, timeout: float, pause: float) -> dict:
+def measure_direct(agents: int, tokens: int, delay: float, turns: int, pause: float) -> float:
+    """Median seconds beyond the delay that a client waits for the plain server alone."""
+    port = free_port()
+    server = multiprocessing.Process(target=plain_upstream, args=(port, delay))
+    server.start()
+    try:
+        url = f"http://127.0.0.1:{port}"
+        asyncio.run(wait_until_up(url))
+        result = asyncio.run(drive(url, ["x"] * agents, tokens * 12 // 5, turns, 120, pause))
+        return statistics.median(result["waited"]) - delay
+    finally:
+        server.terminate()
+        server.join()
+
+
+def measure_ours(
+    agents: int,
+    tokens: int,
+    delay: float,
+    turns: int,
+    timeout: float,
+    pause: float,
+    durability: str = "power",
+    direct: float = 0.0,
+) -> dict:
     here, there = multiprocessing.Pipe()
     with tempfile.TemporaryDirectory() as folder:
-        worker = multiprocessing.Process(target=our_proxy, args=(folder, delay, agents, there))
+        worker = multiprocessing.Process(target=our_proxy, args=(folder, delay, agents, durability, there))
         worker.start()
         url, keys = here.recv()
         here.send("report")
         _, _, cpu = here.recv()
-        result = asyncio.run(drive(url, keys, tokens * 2, turns, timeout, pause))
+        result = asyncio.run(drive(url, keys, tokens * 12 // 5, turns, timeout, pause))
         here.send("report")
         lag, phases, later = here.recv()
         here.send("end")
         worker.join()
-    added = sorted(1e3 * (one - delay) for one in result["waited"])
+    waited = sorted(1e3 * (one - delay) for one in result["waited"])
+    p50, p99 = statistics.median(waited), waited[int(len(waited) * 0.99)]
     return {
         "agents": agents,
         "tokens": tokens,
-        "calls": len(added) + len(result["first"]),
-        "added_p50_ms": round(statistics.median(added), 3) if added else None,
-        "added_p99_ms": round(added[int(len(added) * 0.99)], 3) if added else None,
-        "first_p50_s": round(statistics.median(result["first"]), 3) if result["first"] else None,
+        "prompt_tokens": result["prompt_tokens"],
+        "durability": durability,
+        "calls": len(waited) + len(result["first"]),
+        "added_p50_ms": round(p50 - 1e3 * direct, 3),
+        "added_p99_ms": round(p99 - 1e3 * direct, 3),
+        "waited_p50_ms": round(p50, 3),
+        "waited_p99_ms": round(p99, 3),
+        "direct_p50_ms": round(1e3 * direct, 3),
+        "first_p50_s": round(statistics.median(result["first"]), 3),
+        "first_max_s": round(max(result["first"]), 3),
         "timeouts": result["lost"],
         "loop_lag_p99_ms": lag,
-        "cpu_ms_per_call": round(1e3 * (later - cpu) / max(1, len(added) + len(result["first"])), 3),
+        "cpu_ms_per_call": round(1e3 * (later - cpu) / (len(waited) + len(result["first"])), 3),
         "rps": round(result["rps"], 1),
         "phases_ms": {name: round(value, 3) for name, value in phases.items()},
     }
@@ -198,7 +237,7 @@ def measure_litellm(program: str, agents: int, tokens: int, delay: float, turns:
             url = f"http://127.0.0.1:{port}"
             asyncio.run(wait_until_up(url))
             asyncio.run(drive(url, ["sk-1"] * 4, 200, 2, 120))
-            return asyncio.run(drive(url, ["sk-1"] * agents, tokens * 2, turns, 600))["rps"]
+            return asyncio.run(drive(url, ["sk-1"] * agents, tokens * 12 // 5, turns, 600))["rps"]
         finally:
             proxy.terminate()
             proxy.wait()
@@ -208,15 +247,15 @@ def measure_litellm(program: str, agents: int, tokens: int, delay: float, turns:
 
 async def wait_until_up(url: str) -> None:
     async with aiohttp.ClientSession() as http:
-        for _ in range(600):
+        for _ in range(3000):
             try:
                 async with http.get(url + "/health/liveliness") as answer:
                     if answer.status == 200:
                         return
             except aiohttp.ClientError:
                 pass
-            await asyncio.sleep(0.5)
-    raise RuntimeError("LiteLLM's proxy did not come up")
+            await asyncio.sleep(0.1)
+    raise RuntimeError(f"the server at {url} did not come up")
 
 
 def free_port() -> int:
@@ -231,9 +270,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="the large case with 64 agents and 16k tokens")
     parser.add_argument("--litellm", default="", help="the litellm program, in an environment of its own")
     asked = parser.parse_args()
-    light = measure_ours(64, 2_000, 1.0, 8, 120, pause=1.0)
+    direct = measure_direct(64, 2_000, 1.0, 8, pause=1.0)
+    light = measure_ours(64, 2_000, 1.0, 8, 120, pause=1.0, direct=direct)
+    process = measure_ours(64, 2_000, 1.0, 8, 120, pause=1.0, durability="process", direct=direct)
     heavy_size = (64, 16_000) if asked.small else (512, 128_000)
-    heavy = measure_ours(*heavy_size, 10.0, 4, 1200, pause=20.0)
+    heavy = measure_ours(*heavy_size, 10.0, 4, 600, pause=20.0)
     ours = measure_ours(64, 2_000, 0.0, 8, 120, pause=0.0)["rps"]
     theirs = measure_litellm(asked.litellm, 64, 2_000, 0.0, 4)
     result = {
@@ -241,12 +282,13 @@ def main() -> None:
         "added_p50_ms": light["added_p50_ms"],
         "added_p99_ms": light["added_p99_ms"],
         "cpu_ms_per_call": light["cpu_ms_per_call"],
-        "timeouts": heavy["timeouts"],
+        "timeouts": light["timeouts"] + heavy["timeouts"],
         "loop_lag_p99_ms": heavy["loop_lag_p99_ms"],
         "rps": ours,
         "rps_litellm": None if theirs is None else round(theirs, 1),
         "vs_litellm": None if theirs is None else round(ours / theirs, 2),
         "light": light,
+        "light_process": process,
         "heavy": heavy,
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
     }

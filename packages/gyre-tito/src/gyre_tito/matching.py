@@ -18,6 +18,7 @@ from gyre_tito.requests import Transcript
 
 _CURSORS = 64
 _TEXTS = 4
+_TEXT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class Matcher:
                 digests.append(cursor)
             elif content.startswith(cursor.text if len(cursor.text) == cursor.size else cursor.text[: cursor.size]):
                 best = cursor
-        hasher, done = hashlib.sha256(), 0
+        hasher, done = _hasher(), 0
         for cursor in sorted(digests, key=lambda one: one.size):
             if best is None or cursor.size > best.size:
                 hasher.update(memoryview(content)[done : cursor.size])
@@ -156,24 +157,46 @@ class Matcher:
         return best
 
     def _remember(self, fresh: _Cursor, before: _Cursor | None) -> None:
-        """Keep a list. One that continues an older list shares its text; only the latest few texts are kept."""
+        """Keep a list. One that continues an older list shares its text; see `_let_go`."""
         if before is not None and before.text is not None:
             old = before.text
-            if before.size == len(old):
-                for cursor in self._cursors:
-                    if cursor.text is old:
-                        cursor.text = fresh.text
+            for cursor in self._cursors:
+                if cursor.text is old and cursor.size <= before.size:
+                    cursor.text = fresh.text
         self._cursors.append(fresh)
         del self._cursors[:-_CURSORS]
-        texts: list[int] = []
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Keep the newest text, and a few others while they are small together; digests stand for the rest."""
+        kept: list[bytes] = []
+        gone: dict[int, list[_Cursor]] = {}
+        room = _TEXT_BYTES
         for cursor in reversed(self._cursors):
-            if cursor.text is None or id(cursor.text) in texts:
+            text = cursor.text
+            if text is None or any(text is one for one in kept):
                 continue
-            if len(texts) < _TEXTS:
-                texts.append(id(cursor.text))
+            if id(text) not in gone and (not kept or (len(kept) < _TEXTS and len(text) <= room)):
+                kept.append(text)
+                room -= len(text)
             else:
-                cursor.digest = hashlib.sha256(memoryview(cursor.text)[: cursor.size]).digest()
-                cursor.text = None
+                gone.setdefault(id(text), []).append(cursor)
+        for cursors in gone.values():
+            _forget_text(cursors)
+
+
+def _forget_text(cursors: list[_Cursor]) -> None:
+    """Replace a text by the digests of the lists that share it, in one pass over it."""
+    hasher, done = _hasher(), 0
+    for cursor in sorted(cursors, key=lambda one: one.size):
+        assert cursor.text is not None
+        hasher.update(memoryview(cursor.text)[done : cursor.size])
+        done = cursor.size
+        cursor.text, cursor.digest = None, hasher.copy().digest()
+
+
+def _hasher() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=32)
 
 
 class TextHistory:

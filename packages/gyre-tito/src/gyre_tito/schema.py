@@ -17,6 +17,7 @@ from gyre_tito.pack import Packer
 from gyre_tito.records import CallRecord, ExecutionInfo, Link, Score, SessionInfo, Status
 
 SCHEMA_VERSION = 1
+_CACHE_KB = 512  # calls are written once and read in order: a larger page cache holds nothing that is used again
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -66,6 +67,7 @@ def connect_writer(path: Path, durability: str) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
         db.execute("PRAGMA busy_timeout=30000")
+        db.execute(f"PRAGMA cache_size=-{_CACHE_KB}")
         db.execute("BEGIN IMMEDIATE")
         if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
             for statement in TABLES.split(";\n"):
@@ -87,6 +89,7 @@ def connect_reader(path: Path) -> sqlite3.Connection:
             f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False, timeout=30
         )
         db.execute("PRAGMA busy_timeout=30000")
+        db.execute(f"PRAGMA cache_size=-{_CACHE_KB}")
         check_version(db, path)
     except sqlite3.Error as error:
         raise StoreError(f"opening the trajectory store {path}: {error}; is it a gyre-tito store?") from error
