@@ -66,6 +66,14 @@ def test_the_context_never_exceeds_the_model() -> None:
     assert flags(plan(context_length=1024).argv)["--context-length"] == "1024"
 
 
+def test_shared_pages_are_asked_for_on_a_cpu_only() -> None:
+    found = flags(plan("cpu", 0, kv_share_gb=1.5).argv)
+    config = json.loads(found["--unified-cache-external-linker-config"])
+    assert config["linker_extra_config"] == {"folder": "", "limit_bytes": 3 * 2**29}
+    with pytest.raises(ConfigError, match="kv_share_gb"):
+        plan(kv_share_gb=1.0)
+
+
 def test_a_command_replaces_the_start() -> None:
     argv = plan(command=("docker", "run", "img")).argv
     assert argv[:3] == ("docker", "run", "img")
@@ -130,7 +138,13 @@ def request(**sampling: Any) -> GenerateRequest:
 
 def body_of(**sampling: Any) -> dict[str, Any]:
     return generate_body(
-        request(**sampling), rid="x" * 24, prompt=np.array([1, 2, 3]), max_tokens=5, cache_key="k", seeded=True
+        request(**sampling),
+        rid="x" * 24,
+        prompt=np.array([1, 2, 3]),
+        max_tokens=5,
+        cache_key="k",
+        seeded=True,
+        version=4,
     )
 
 
@@ -141,6 +155,7 @@ def test_bodies() -> None:
     assert (how["temperature"], how["top_k"], how["top_p"], how["max_new_tokens"]) == (0.5, 7, 0.9, 5)
     assert (how["stop_token_ids"], how["ignore_eos"], how["no_stop_trim"]) == ([4], False, True)
     assert 0 <= how["sampling_seed"] < 2**31
+    assert body["session_id"] == "s@4"
     assert (body["extra_key"], body["return_logprob"], body["stream"]) == ("k", True, True)
     plain = body_of()["sampling_params"]
     assert (plain["top_k"], plain["ignore_eos"]) == (-1, True)
@@ -181,6 +196,9 @@ def test_events_add_up_however_they_are_cut(groups: list[list[int]], incremental
         (event([5], 1, output_token_logprobs=[[None, 5, None]]), "logprob None"),
         (b'data: {"output_ids": [5], "meta_info": {"output_token_logprobs": [[-Infinity, 5]]}}', "logprob -inf"),
         (event([5], 1, {"type": "stop", "matched": "NaN happened"}), "not numbers"),
+        (event([5], 1, output_token_logprobs=[3]), "cannot be read"),
+        (event([5], 1, {"type": "length"}, weight_versions=[{"start": 0}]), "cannot be read"),
+        (event([5], 1, {"type": "length"}, routed_experts="A"), "cannot be read"),
         (b'data: {"error": {"message": "too long", "code": 400}}', "too long"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import gyre_weights as gw
 import pytest
+import pytest_asyncio
 import torch
 from gyre_core import ComponentContext, FinishReason, InfrastructureError, PauseMode, WeightSource
 from gyre_core.testing.engine_rig import EngineRig, Watched, assert_greedy, call, request_of
@@ -29,7 +30,7 @@ def rig(folder_of: Callable[..., Path]) -> EngineRig:
     return EngineRig(lambda: None, [WeightSource(n, str(folder_of(n))) for n in range(2)], vocab=320)  # type: ignore[arg-type, return-value]
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def engine(python: str, rig: EngineRig, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SGLangEngine]:
     """One engine, with a server of its own, for this file."""
     context = ComponentContext(str(tmp_path_factory.mktemp("run")), "cell-0", seed=7)
@@ -40,7 +41,7 @@ async def engine(python: str, rig: EngineRig, tmp_path_factory: pytest.TempPathF
     await engine.close()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def at_zero(engine: SGLangEngine, rig: EngineRig) -> SGLangEngine:
     await engine.update_weights(rig.sources[0])
     return engine

@@ -28,8 +28,10 @@ class Client:
         self.last_heard = 0.0
         """Time (of the event loop) of the last byte that came from it."""
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        # A connection that is kept may be closed by the server just as we write the next request on it.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(
-            headers=headers, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            headers=headers, connector=connector, timeout=aiohttp.ClientTimeout(total=None)
         )
 
     async def close(self) -> None:

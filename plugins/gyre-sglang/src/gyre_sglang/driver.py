@@ -148,7 +148,7 @@ class Driver:
         segment = call.segment = Segment(secrets.token_hex(12), len(call.sampled_ids), [(0, self.version)])
         body = generate_body(
             call.request, rid=segment.rid, prompt=context, max_tokens=call.max_tokens - segment.start,
-            cache_key=self.cache_key, seeded=self.facts.deterministic,
+            cache_key=self.cache_key, seeded=self.facts.deterministic, version=self.version,
         )  # fmt: skip
         reader = StreamReader(
             call.doing, self._model.vocab, len(context), incremental=self.facts.incremental,

@@ -8,10 +8,12 @@ change only while nothing is sampled; cached KV is named by the weights that mad
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -121,8 +123,9 @@ class SGLangEngine:
 
     def _cache_key(self) -> str:
         """Names the weights in use. A version that comes back is named anew: a call that ran through its end has left
-        mixed KV under the old name."""
-        return f"gyre:{self._version}:{self._lives[self._version] - 1}:{self._flushes}"
+        mixed KV under the old name. Engines of one run that hold one version the first time agree on it."""
+        run = hashlib.sha256(str(Path(self._context.run_dir).resolve()).encode()).hexdigest()[:12]
+        return f"{run}:{self._version}:{self._digest}:{self._lives[self._version] - 1}:{self._flushes}"
 
     async def sleep(self) -> None:
         """End running calls with ABORT and give memory back: by the server's memory saver on accelerators, by ending

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
+import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,8 @@ from gyre_sglang.process import ServerProcess, free_port
 log = logging.getLogger("gyre.sglang")
 
 KV, WEIGHTS = "kv_cache", "weights"
+PORT_TRIES = 3
+"""A port that is free when it is chosen may be taken by the time a server has imported all it needs."""
 LATE_S = 0.02
 """How long events that are on their way may take from one local socket to another."""
 
@@ -84,6 +88,13 @@ class Server:
             self.released.discard(tag)
 
 
+def shared_folder(run_dir: str) -> Path:
+    """Where the cells of a run on this machine leave KV pages: in shared memory, else among temporary files."""
+    name = hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:16]
+    shm = Path("/dev/shm")
+    return (shm if shm.is_dir() else Path(tempfile.gettempdir())) / f"gyre-kv-{name}"
+
+
 class Starter:
     """Makes servers for one cell."""
 
@@ -97,6 +108,15 @@ class Starter:
         """A server with the weights of `source`; InfrastructureError with its last words when it does not come up."""
         if self._options.url:
             return await self._found(source)
+        for _ in range(PORT_TRIES - 1):
+            try:
+                return await self._launched(source, model)
+            except InfrastructureError as error:
+                if "address already in use" not in str(error).lower():
+                    raise
+        return await self._launched(source, model)
+
+    async def _launched(self, source: WeightSource, model: ModelFacts) -> Server:
         plan = self._plan(source, model)
         process = self._take_spare(plan) or await ServerProcess.start(plan, self._log)
         client = Client(f"http://127.0.0.1:{plan.port}", self._context.name, self._options.api_key, process)
@@ -116,7 +136,7 @@ class Starter:
             self._options, model, python=self._python(), location=str(Path(source.location).resolve()),
             version=source.version, port=free_port(), device=context.device, accelerators=context.accelerators,
             threads=context.threads, seed=context.seed,
-            orders=str(self._orders),
+            orders=str(self._orders), shared=str(shared_folder(context.run_dir)),
         )  # fmt: skip
 
     def _python(self) -> str:
@@ -179,7 +199,10 @@ class Starter:
         """Begin to start the server that the next `start` will use, where that can be done without its memory."""
         plan = self._plan(source, model)
         if plan.spare_argv:
-            self._spare = await ServerProcess.start(plan, self._log, plan.spare_argv)
+            try:
+                self._spare = await ServerProcess.start(plan, self._log, plan.spare_argv)
+            except (InfrastructureError, OSError) as error:
+                log.warning("%s: no spare server, so waking will take longer: %s", self._context.name, error)
 
     def _take_spare(self, plan: LaunchPlan) -> ServerProcess | None:
         spare, self._spare = self._spare, None

@@ -58,6 +58,10 @@ class SGLangOptions:
     """On a CPU, `sleep` ends the server, since SGLang cannot give host memory back. With this a new one is started at
     once up to where it would load a model, so that `wake` is short; it holds the memory of its imports."""
 
+    kv_share_gb: float = 0.0
+    """Gigabytes of KV pages that the cells of a run on this machine leave in shared memory for one another, so that a
+    session that is re-routed is not prefilled again; 0 shares nothing. CPU only."""
+
     start_timeout_s: float = 600.0
     request_timeout_s: float = 60.0
     """Of a control request (pause, flush, load); weights and generation have no such limit."""
@@ -68,8 +72,8 @@ class SGLangOptions:
     """Sampled tokens are gathered for so long before they are handed out."""
 
     def __post_init__(self) -> None:
-        if self.url and (self.python or self.command or self.arguments):
-            raise _wrong("url", self.url, "no python, command or arguments: a running server has been started already")
+        if self.url and (self.python or self.command or self.arguments or self.kv_share_gb):
+            raise _wrong("url", self.url, "no python, command, arguments or kv_share_gb: the server runs already")
         if self.dtype not in DTYPES:
             raise _wrong("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if self.on_update not in ON_UPDATE:
@@ -78,7 +82,7 @@ class SGLangOptions:
             raise _wrong("overlap", True, 'on_update = "recompute", or overlap = false')
         if not 0 <= self.mem_fraction_static < 1:
             raise _wrong("mem_fraction_static", self.mem_fraction_static, "at least 0 and less than 1")
-        for name in ("context_length", "max_running", "kv_tokens", "tp", "chunk_s"):
+        for name in ("context_length", "max_running", "kv_tokens", "tp", "kv_share_gb", "chunk_s"):
             if getattr(self, name) < 0:
                 raise _wrong(name, getattr(self, name), "0 or more")
         for name in ("page_size", "dp", "ep", "start_timeout_s", "request_timeout_s", "weights_timeout_s", "stall_s"):

@@ -6,6 +6,7 @@ uses the platform plugin in `server/`, on accelerators it uses SGLang as it is.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +39,13 @@ class LaunchPlan:
 def launch_plan(
     options: SGLangOptions, model: ModelFacts, *,
     python: str, location: str, version: int, port: int, device: str, accelerators: int, threads: int, seed: int,
-    orders: str,
+    orders: str, shared: str = "",
 ) -> LaunchPlan:  # fmt: skip
     """How to serve the model at `location` under policy version `version` on 127.0.0.1:`port`.
 
     `device` is torch's name ("cpu", "cuda"); `accelerators` counts the cell's own, 0 on a CPU; `orders` is a folder for
-    what the weight loader is to do. ConfigError when the parallel sizes do not fit them.
+    what the weight loader is to do, `shared` one for pages that servers share. ConfigError when the parallel sizes do
+    not fit the accelerators.
     """
     cpu = device.partition(":")[0] == "cpu"
     tp = _tensor_parallel(options, 1 if cpu else max(1, accelerators))
@@ -62,6 +64,7 @@ def launch_plan(
     flags += ["--dp-size", str(options.dp)] if options.dp > 1 else []
     flags += ["--ep-size", str(options.ep)] if options.ep > 1 else []
     flags += ["--enable-return-routed-experts"] if options.routed_experts else []
+    flags += _sharing(options, shared, cpu)
     flags += [] if options.command else ["--custom-weight-loader", LOADER]
     flags += ["--api-key", options.api_key] if options.api_key else []
     flags += ["--device", "cpu", "--attention-backend", "torch_native"] if cpu else ["--enable-memory-saver"]
@@ -98,6 +101,25 @@ def _sizes(options: SGLangOptions, model: ModelFacts, cpu: bool) -> list[str]:
     fraction = options.mem_fraction_static or (0.3 if cpu else 0.0)
     flags += ["--mem-fraction-static", str(fraction)] if fraction else []
     return flags
+
+
+def _sharing(options: SGLangOptions, folder: str, cpu: bool) -> list[str]:
+    if not options.kv_share_gb:
+        return []
+    if not cpu:
+        raise ConfigError(
+            "planning the launch of SGLang", got=f"kv_share_gb {options.kv_share_gb} on accelerators",
+            expected="0: our linker copies pages of CPU pools only", fix="Leave engine.kv_share_gb out.",
+        )  # fmt: skip
+    config = {
+        "linker": "SharedPages",
+        "linker_module_path": "gyre_sglang_server.pages",
+        "linker_extra_config": {"folder": folder, "limit_bytes": int(options.kv_share_gb * 2**30)},
+    }
+    return [
+        "--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", "dynamic",
+        "--unified-cache-external-linker-config", json.dumps(config),
+    ]  # fmt: skip
 
 
 def _variables(cpu: bool, threads: int, orders: str) -> dict[str, str]:

@@ -22,6 +22,8 @@ from gyre_core.settings import inherited_environment
 from gyre_sglang import guard
 from gyre_sglang.plan import LaunchPlan
 
+LEFT_S = 30.0
+"""How long the kernel may take to clear away a killed session."""
 TAIL_BYTES = 6000
 TAIL_LINES = 12
 
@@ -68,7 +70,9 @@ class ServerProcess:
                 await asyncio.wait_for(asyncio.shield(self.exited), grace_s)
         self._signal(signal.SIGKILL)
         await asyncio.shield(self.exited)
-        while _session_lives(self._process.pid):
+        for _ in range(int(LEFT_S / 0.01)):
+            if not _session(self._process.pid):
+                return
             await asyncio.sleep(0.01)
 
     def _signal(self, number: int) -> None:
@@ -107,10 +111,6 @@ def _session(leader: int) -> list[int]:
             if int(fields[3]) == leader and fields[0] != "Z":
                 found.append(int(entry))
     return found
-
-
-def _session_lives(leader: int) -> bool:
-    return bool(_session(leader))
 
 
 def _memory(pid: int) -> int:

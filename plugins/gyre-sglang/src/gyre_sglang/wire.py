@@ -50,9 +50,10 @@ class Piece:
 
 def generate_body(
     request: GenerateRequest, *, rid: str, prompt: Sequence[int], max_tokens: int, cache_key: str,
-    seeded: bool, stream_interval: int = 1,
+    seeded: bool, version: int, stream_interval: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """The body of POST /generate. `cache_key` keeps cached prefixes of other weights out."""
+    """The body of POST /generate. `cache_key` keeps cached prefixes of other weights out; `version` is of the
+    weights in use."""
     how = request.sampling
     sampling: dict[str, Any] = {
         "max_new_tokens": max_tokens,
@@ -69,7 +70,7 @@ def generate_body(
         sampling["sampling_seed"] = how.seed & 0x7FFFFFFF
     body = {
         "rid": rid,
-        "session_id": request.session,
+        "session_id": f"{request.session}@{version}",
         "input_ids": list(map(int, prompt)),
         "sampling_params": sampling,
         "return_logprob": True,
@@ -107,7 +108,11 @@ class StreamReader:
             raise self._broken(f"an event that is no object: {text[:120]!r}", "an object")
         if "error" in event:
             raise self._refused(event["error"])
-        return self._piece(event)
+        try:
+            return self._piece(event)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            what = f"an event that cannot be read ({type(error).__name__}: {error})"
+            raise self._broken(what, "whole events") from error
 
     def _piece(self, event: Mapping[str, Any]) -> Piece:
         meta = event.get("meta_info")
