@@ -69,3 +69,24 @@ def test_texts_are_let_go():
     texts = {id(one.text): len(one.text) for one in matcher._cursors if one.text is not None}
     assert sum(texts.values()) <= (5 << 20) + 1000
     assert all(one.digest for one in matcher._cursors if one.text is None)
+
+
+def test_only_what_is_new_is_decoded_also_where_a_digest_stands_for_the_text(monkeypatch):
+    monkeypatch.setattr(matching, "_TEXT_BYTES", 0)
+    decoded = []
+
+    def decode(raw):
+        decoded.append(len(raw))
+        return decode_messages(raw)
+
+    def ask(messages):
+        matcher.match(Transcript("chat", json.dumps(messages).encode(), decode))
+
+    matcher = Matcher()
+    main = [{"role": "user", "content": "m" * 5000}]
+    for number in range(4):
+        ask(main)
+        ask([{"role": "user", "content": f"somebody else {number}"}])
+        assert any(one.text is None for one in matcher._cursors)
+        main += [{"role": "user", "content": "more"}]
+    assert [size > 1000 for size in decoded[::2]] == [True, False, False, False]
