@@ -19,7 +19,7 @@ from gyre_tito.importing import calls_of, import_file
 from gyre_tito.records import CallRecord, ExecutionSpec, Link, Score, SessionInfo, Status
 from gyre_tito.rollouts import Rollout, Turn, packed_turns
 from gyre_tito.store import Store
-from gyre_tito.testing import tiny_format
+from gyre_tito.testing import save_tiny_model, tiny_format
 from gyre_tito.tree import TrajectoryTree
 
 CHAT = tiny_format()
@@ -361,6 +361,15 @@ def test_commands(tmp_path, capsys):
     assert "calls 0 and 1 share" in out
     assert main(["export", store, str(tmp_path / "x.jsonl")]) == 0
     assert len((tmp_path / "x.jsonl").read_text().splitlines()) == 4
+    model = str(save_tiny_model(tmp_path / "model"))
+    one = tmp_path / "one.jsonl"
+    assert main(["tree", store, "example-0", "--export", str(one), "--model", model, "--json"]) == 0
+    rows = [json.loads(line) for line in one.read_text().splitlines()]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"calls": 2, "file": str(one)}
+    assert {row["execution"] for row in rows} == {"example-0"}
+    assert rows[0]["sampled_text"] == CHAT.decode(rows[0]["sampled_ids"])
+    assert main(["tree", store, "nobody", "--export", str(one)]) == 2
+    assert main(["tree", store, "--export", str(tmp_path / "x.csv")]) == 2
 
 
 def test_parquet(tmp_path):

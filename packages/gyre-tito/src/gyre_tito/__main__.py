@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from gyre_tito import check_files, show
 from gyre_tito.chat_format import ChatFormat
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     tree.add_argument("--call", type=int, help="show the tokens of this call's path")
     tree.add_argument("--diff", type=int, help="with --call: where that call and this one part")
     tree.add_argument("--last", type=int, help="with --call: only the last so many tokens")
+    tree.add_argument("--export", help="write the calls to this .parquet or .jsonl file instead of showing them")
     tree.add_argument("--json", action="store_true")
     tree.set_defaults(run=_tree)
 
@@ -55,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("target")
     export.add_argument("--step", type=int)
     export.add_argument("--group")
+    export.add_argument("--execution")
     export.set_defaults(run=_export)
 
     bring = commands.add_parser("import", help="read another framework's rollout file into a store")
@@ -79,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     proxy.add_argument("--durability", choices=("power", "process"), default="power")
     proxy.set_defaults(run=_serve)
 
-    for command in (check, tree, bring):
+    for command in (check, tree, export, bring):
         command.add_argument("--model", help="folder with tokenizer.json, to show and compare text")
         command.add_argument("--family", help="chat format of that model (default: its own template)")
     return parser
@@ -117,6 +120,8 @@ def _tree(asked: argparse.Namespace) -> int:
     chat = _format(asked)
     decode = None if chat is None else chat.decode
     with Store.open(check_files.store_in(where) if where.is_dir() else where) as store:
+        if asked.export is not None:
+            return _write(store, asked, asked.export, execution=asked.execution, decode=decode)
         if asked.execution is None:
             infos = store.executions()
             if asked.json:
@@ -139,13 +144,22 @@ def _tree(asked: argparse.Namespace) -> int:
 
 
 def _export(asked: argparse.Namespace) -> int:
-    from gyre_tito import export
-
     where = Path(asked.path)
+    chat = _format(asked)
+    decode = None if chat is None else chat.decode
+    chosen = {"step": asked.step, "group": asked.group, "execution": asked.execution, "decode": decode}
     with Store.open(check_files.store_in(where) if where.is_dir() else where) as store:
-        write = export.to_parquet if asked.target.endswith(".parquet") else export.to_jsonl
-        count = write(store, asked.target, step=asked.step, group=asked.group)
-    _say(f"wrote {count} calls to {asked.target}")
+        return _write(store, asked, asked.target, **chosen)
+
+
+def _write(store: Store, asked: argparse.Namespace, target: str, **chosen: Any) -> int:
+    from gyre_tito.export import export
+
+    if chosen.get("execution") is not None:
+        store.execution(chosen["execution"])
+    count = export(store, target, **chosen)
+    told = json.dumps({"calls": count, "file": target})
+    _say(told if getattr(asked, "json", False) else f"wrote {count} calls to {target}")
     return 0
 
 

@@ -1,14 +1,14 @@
 """Trajectories out of a store: JSON lines and Parquet.
 
 Both hold the same rows, one for every call: the execution's facts, where the call's prompt comes from, its new context
-ids, sampled ids, logprobs and policy versions. That is the whole store; a tree can be rebuilt from either. Parquet
-needs the extra `parquet` (pyarrow).
+ids, sampled ids, logprobs and policy versions. That is the whole store; a tree can be rebuilt from either. With a
+tokenizer the ids are also told as text, for reading; it is no source of tokens. Parquet needs the extra `parquet`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,19 @@ from gyre_tito.store import Store
 EXPORT_VERSION = 1
 
 
-def rows(store: Store, *, step: int | None = None, group: str | None = None) -> Iterator[dict[str, Any]]:
-    """One row for every call."""
-    for info in store.executions(step=step, group=group):
+Decode = Callable[[Sequence[int]], str]
+
+
+def rows(
+    store: Store,
+    *,
+    step: int | None = None,
+    group: str | None = None,
+    execution: str | None = None,
+    decode: Decode | None = None,
+) -> Iterator[dict[str, Any]]:
+    """One row for every call of the chosen executions."""
+    for info in store.executions(step=step, group=group, execution=execution):
         base = {
             "format": f"gyre-tito-export-v{EXPORT_VERSION}",
             "execution": info.execution,
@@ -48,7 +58,20 @@ def rows(store: Store, *, step: int | None = None, group: str | None = None) -> 
                 "sampled_ids": call.sampled_ids.tolist(),
                 "logprobs": call.logprobs.tolist(),
                 "versions": call.versions.tolist(),
+                "context_text": None if decode is None else decode(call.context_ids.tolist()),
+                "sampled_text": None if decode is None else decode(call.sampled_ids.tolist()),
             }
+
+
+def export(store: Store, target: str | Path, **chosen: Any) -> int:
+    """Write Parquet or JSON lines, by the file's ending; returns the number of rows. `chosen`: see `rows`.
+
+    Error: ValueError for another ending.
+    """
+    ending = Path(target).suffix
+    if ending not in (".parquet", ".jsonl"):
+        raise ValueError(f"exporting to {target}: the file's ending says the format; use .parquet or .jsonl")
+    return (to_parquet if ending == ".parquet" else to_jsonl)(store, target, **chosen)
 
 
 def to_jsonl(store: Store, target: str | Path, **chosen: Any) -> int:
@@ -78,6 +101,7 @@ def to_parquet(store: Store, target: str | Path, *, batch: int = 512, **chosen: 
         + [("link", text), ("finish", text), ("cached_tokens", pa.int64())]
         + [("started_at", pa.float64()), ("ended_at", pa.float64())]
         + [("context_ids", ids), ("sampled_ids", ids), ("logprobs", pa.list_(pa.float32())), ("versions", ids)]
+        + [("context_text", text), ("sampled_text", text)]
     )
     count = 0
     waiting: list[dict[str, Any]] = []

@@ -118,16 +118,20 @@ def tree(
     diff: Annotated[int | None, typer.Option("--diff", help="With --call: where that call and this one part.")] = None,
     last: Annotated[int | None, typer.Option("--last", help="With --call: only the last so many tokens.")] = None,
     model: Annotated[Path | None, typer.Option("--model", help="Folder of the tokenizer, to show text.")] = None,
+    export: Annotated[
+        Path | None, typer.Option("--export", help="Write the calls to a .parquet or .jsonl file.")
+    ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List the executions of a run, or show one's trajectory tree down to its tokens."""
+    """List the executions of a run, show one's trajectory tree down to its tokens, or export them."""
     console = Console(json, debug)
     with reported(console):
         from gyre_rl.cli.recordings import tito
 
         chosen = [str(source), *([execution] if execution else [])]
-        for name, value in (("--call", call), ("--diff", diff), ("--last", last), ("--model", model)):
+        options = {"--call": call, "--diff": diff, "--last": last, "--model": model, "--export": export}
+        for name, value in options.items():
             chosen += [] if value is None else [name, str(value)]
         tito("tree", chosen, console)
 
