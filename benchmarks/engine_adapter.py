@@ -1,18 +1,20 @@
-"""An engine plugin against the official openai client on the same server: what our adapter costs.
+"""An engine plugin against a plain client of the same server: what our adapter costs.
 
 python benchmarks/engine_adapter.py --engine vllm|sglang [--json] [--calls 64] [--prompt 64] [--tokens 64] [--rounds 5]
 
 Starts the engine's server with a tiny random Qwen3 (so that the clients' and the server's own work weighs most), then
 lets both sides run `calls` concurrent streamed calls of token ids with logprobs, in turns: ours, peer, ours, peer, ...
 The first round is thrown away. `overhead` is 1 - ours / peer of the median tokens per second; negative means that ours
-is faster. Where the engine has a way to gather tokens ("gathered"), it is measured too, for information. The last line
-is one JSON object.
+is faster. The peer is the official openai client; for SGLang, which is started without a tokenizer, a bare loop over
+the events of /generate, as SGLang's own load generator reads them. Where the engine has a way to gather tokens
+("gathered"), it is measured too, for information. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -20,7 +22,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from gyre_core import ComponentContext, GenerateRequest, Kind, PluginManager, SamplingParams, WeightSource
@@ -72,6 +75,40 @@ async def peers(client: Any, model: str, prompts: list[list[int]], tokens: int) 
     return sum(await asyncio.gather(*map(one, prompts)))
 
 
+async def bare_sglang(http: Any, url: str, prompts: list[list[int]], tokens: int) -> int:
+    """Nothing but what the wire demands: send, split events, read JSON, count."""
+
+    async def one(prompt: list[int]) -> int:
+        body = {
+            "input_ids": prompt, "stream": True, "return_logprob": True,
+            "sampling_params": {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True},
+        }  # fmt: skip
+        found = 0
+        async with http.post(url + "/generate", json=body) as response:
+            async for line in response.content:
+                if line.startswith(b"data:") and b"[DONE]" not in line:
+                    found = json.loads(line[5:])["meta_info"]["completion_tokens"]
+        return found
+
+    return sum(await asyncio.gather(*map(one, prompts)))
+
+
+@contextlib.asynccontextmanager
+async def peer_of(engine: str, url: str) -> AsyncIterator[tuple[str, Callable[[list[list[int]], int], Awaitable[int]]]]:
+    """Its name, and what runs prompts to so many tokens each."""
+    if engine == "sglang":
+        import aiohttp
+
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            yield "a bare aiohttp loop over the events of /generate on the same server", partial(bare_sglang, http, url)
+        return
+    import openai
+
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+        model = (await client.models.list()).data[0].id
+        yield f"openai {openai.__version__}, streamed completions on the same server", partial(peers, client, model)
+
+
 async def rate(run: Callable[[], Awaitable[int]], expected: int) -> float:
     began = time.perf_counter()
     found = await run()
@@ -80,20 +117,18 @@ async def rate(run: Callable[[], Awaitable[int]], expected: int) -> float:
 
 
 async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    import openai
-
     plugins = PluginManager.installed()
     options = OPTIONS[args.engine] | ({"python": args.python} if args.python else {})
     context = ComponentContext(folder, "bench", seed=1)
     engine = plugins.create(Kind.ENGINE, args.engine, options, context)
     rng = random.Random(0)
+    stack = contextlib.AsyncExitStack()
     started = time.perf_counter()
     await engine.start(WeightSource(0, folder))
     print(f"started in {time.perf_counter() - started:.0f} s", flush=True)
     try:
         url = (engine._state.server if args.engine == "vllm" else engine._server).client.url
-        client = openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
-        model = (await client.models.list()).data[0].id
+        peer_name, run_peer = await stack.enter_async_context(peer_of(args.engine, url))
         sides: dict[str, Any] = {"ours": engine}
         if args.engine in GATHERED:
             sides["gathered"] = plugins.create(
@@ -106,17 +141,17 @@ async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
             for name in found if turn % 2 else reversed(found):
                 prompts = [[rng.randrange(VOCAB) for _ in range(args.prompt)] for _ in range(args.calls)]
                 if name == "peer":
-                    speed = await rate(lambda p=prompts: peers(client, model, p, args.tokens), expected)
+                    speed = await rate(lambda p=prompts: run_peer(p, args.tokens), expected)
                 else:
                     speed = await rate(lambda p=prompts, e=sides[name], t=turn: ours(e, p, args.tokens, t), expected)
                 if turn:
                     found[name].append(speed)
                 print(f"round {turn} {name}: {speed:.0f} tokens/s", flush=True)
-        await client.close()
         for name, side in sides.items():
             if name != "ours":
                 await side.close()
     finally:
+        await stack.aclose()
         await engine.close()
     medians = {name: statistics.median(speeds) for name, speeds in found.items()}
     return {
@@ -127,7 +162,7 @@ async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "all": {name: [round(speed, 1) for speed in speeds] for name, speeds in found.items()},
         "overhead": round(1 - medians["ours"] / medians["peer"], 4),
         "bound": BOUND,
-        "peer": f"openai {openai.__version__}, streamed completions on the same server",
+        "peer": peer_name,
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores shared by server and client, no accelerator",
     }  # fmt: skip
 

@@ -105,6 +105,10 @@ async def test_a_load_that_cannot_be_undone_fails_every_later_call(by_order: Any
         await engine.update_weights(bad)
     with pytest.raises(InfrastructureError, match="out of memory"):
         await call(engine, PROMPT, 3)
+    with pytest.raises(InfrastructureError, match="out of memory"):
+        await engine.load()
+    await engine.update_weights(trainer.full(2))
+    assert (await call(engine, PROMPT, 3)).versions == [2] * 3
     await engine.close()
 
 

@@ -108,7 +108,7 @@ class SGLangEngine:
     async def _rise(self, source: WeightSource, digest: str) -> None:
         assert self._model is not None
         server = await self._starter.start(source, self._model)
-        self._server, self._fault = server, None
+        self._server = server
         self._driver = Driver(server.client, server.facts, self._model, self.options, self._counters)
         self._take(source, digest)
         self._driver.open()
@@ -117,7 +117,7 @@ class SGLangEngine:
         """The server has this version now."""
         assert self._driver is not None
         version = self._version = source.version
-        self._source, self._digest = source, digest
+        self._source, self._digest, self._fault = source, digest, None
         self._lives[version] = self._lives.get(version, 0) + 1
         self._driver.turn(version, self._cache_key())
 
@@ -132,7 +132,7 @@ class SGLangEngine:
         the server on a CPU."""
         async with self._changing:
             began = time.perf_counter()
-            server, driver = self._ready("putting SGLang to sleep")
+            server, driver = self._ready("putting SGLang to sleep", torn=True)
             if EngineCapability.SLEEP not in self.capabilities:
                 raise CapabilityError(
                     "putting SGLang to sleep", got=f"a running server at {server.client.url} without its memory saver",
@@ -192,7 +192,8 @@ class SGLangEngine:
             await self._fall()
             await self._starter.close()
 
-    def _ready(self, doing: str) -> tuple[Server, Driver]:
+    def _ready(self, doing: str, *, torn: bool = False) -> tuple[Server, Driver]:
+        """Server and driver; with `torn` also when the server's weights are of no version."""
         if self._server is None or self._driver is None or self._asleep:
             raise InfrastructureError(
                 doing, got="SGLang that has not been started or sleeps", expected="a ready engine",
@@ -201,7 +202,7 @@ class SGLangEngine:
         process = self._server.process
         if process is not None and process.exited.done():
             raise dead(self._context.name, process, doing)
-        if self._fault is not None:
+        if self._fault is not None and not torn:
             raise self._fault
         return self._server, self._driver
 
@@ -318,7 +319,7 @@ class SGLangEngine:
         Fails without changing anything when the version cannot be read."""
         async with self._changing:
             began = time.perf_counter()
-            server, driver = self._ready("updating weights")
+            server, driver = self._ready("updating weights", torn=True)
             prepared = await self._prepared(source)
             was_open = driver.gate.is_set()
             driver.gate.clear()

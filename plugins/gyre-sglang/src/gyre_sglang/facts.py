@@ -77,7 +77,7 @@ def read_model(location: str) -> ModelFacts:
         vocab,
         int(text.get("max_position_embeddings") or 0),
         int(text.get("num_hidden_layers") or 0),
-        int(text.get("num_experts_per_tok") or 0) if text.get("num_experts") or text.get("n_routed_experts") else 0,
+        int(text.get("num_experts_per_tok") or 0),
         bool(text.get("tie_word_embeddings", data.get("tie_word_embeddings", False))),
     )
 

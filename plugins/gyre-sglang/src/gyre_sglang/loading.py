@@ -103,11 +103,13 @@ def _order(prepared: Prepared, timeout_s: float) -> dict[str, Any]:
 
 def _check_reports(reports: Sequence[dict[str, Any]], workers: int, order: str, version: int) -> None:
     doing = f"loading policy version {version} into SGLang"
+    moved = any(report.get("moved", True) for report in reports) or len(reports) != workers
+    broken = TornError if moved else InfrastructureError
     for report in reports:
         if "error" in report or report.get("id") != order or report.get("version") not in (-1, version):
-            raise TornError(
+            raise broken(
                 doing, got=str(report.get("error") or f"version {report.get('version')}"),
                 expected=f"version {version} in every worker",
             )  # fmt: skip
     if len(reports) != workers:
-        raise TornError(doing, got=f"reports of {len(reports)} workers", expected=f"{workers}")
+        raise broken(doing, got=f"reports of {len(reports)} workers", expected=f"{workers}")

@@ -3,7 +3,8 @@
 SGLang calls it in every worker, between /begin_weight_update and /end_weight_update. What is to be done stands in
 `order.json` in the folder GYRE_SGLANG_ORDERS; each worker answers with a file beside it. Invariants: nothing is raised,
 for any exception here would end the server; a version is refused before a weight moves when it does not fit; a worker
-that could not take all of it says so, and its weights are of no version then. Written for SGLang 0.5.23.
+that could not take all of it says so, and whether weights had moved by then: they are of no version. Written for
+SGLang 0.5.23.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -29,13 +30,15 @@ def take(model: Any, named_tensors: Any) -> None:
     folder = Path(orders_folder())
     began = time.perf_counter()
     answer: dict[str, Any] = {}
+    mouth = Mouth(model)
     try:
         order = json.loads((folder / "order.json").read_text(encoding="utf-8"))
         answer["id"] = order["id"]
         _gyre_weights(order["package"])
-        answer["version"] = _from_group(model, order) if order["kind"] == "group" else _from_rest(model, order)
+        answer["version"] = _from_group(mouth, order) if order["kind"] == "group" else _from_rest(mouth, order)
     except Exception as error:  # noqa: BLE001 - boundary: told to the engine, which brings the old weights back
         answer["error"] = f"{type(error).__name__}: {error}"
+    answer["moved"] = mouth.moved
     answer["seconds"] = time.perf_counter() - began
     path = folder / f"report-{os.getpid()}.json"
     partial = path.with_suffix(".partial")
@@ -43,17 +46,42 @@ def take(model: Any, named_tensors: Any) -> None:
     partial.replace(path)
 
 
-def _from_rest(model: Any, order: Mapping[str, Any]) -> int:
+class Mouth:
+    """Feeds a model; knows whether it has begun to."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.moved = model, False
+        self._gathered: list[tuple[str, Any]] = []
+
+    def feed(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Give tensors to the model."""
+        self.moved = True
+        self.model.load_weights(tensors)
+
+    def gather(self, name: str, tensor: Any) -> None:
+        """Keep a tensor until there are enough."""
+        self._gathered.append((name, tensor))
+        if sum(held.nbytes for _, held in self._gathered) >= BATCH_BYTES:
+            self.feed_gathered()
+
+    def feed_gathered(self) -> None:
+        """Give what was kept to the model."""
+        tensors, self._gathered = self._gathered, []
+        if tensors:
+            self.feed(tensors)
+
+
+def _from_rest(mouth: Mouth, order: Mapping[str, Any]) -> int:
     """A folder on disk or in shared memory; of a delta only the tensors that changed."""
     from gyre_weights import open_version
 
     version = open_version(order["location"])
     names = sorted(version) if order["all"] else sorted(version.changed)
-    model.load_weights((name, version[name].torch()) for name in names)
+    mouth.feed((name, version[name].torch()) for name in names)
     return int(version.version)
 
 
-def _from_group(model: Any, order: Mapping[str, Any]) -> int:
+def _from_group(mouth: Mouth, order: Mapping[str, Any]) -> int:
     """What the first member of a group broadcasts."""
     from gyre_weights.collective import receive_tensors
     from gyre_weights.groups import form_group
@@ -61,34 +89,22 @@ def _from_group(model: Any, order: Mapping[str, Any]) -> int:
 
     shapes = {name: list(shape) for name, shape in order["shapes"].items()}
     optional = set(order["optional"])
-    gathered: list[tuple[str, Any]] = []
 
     def check(plan: Any) -> str:
         sent = {name: list(entry.shape) for name, entry in plan.tensors.items()}
         odd = sorted(name for name in (sent.keys() | shapes.keys()) - optional if sent.get(name) != shapes.get(name))
         return f"{odd[0]} of shape {sent.get(odd[0])}, expected {shapes.get(odd[0])}" if odd else ""
 
-    def write(name: str, value: Any) -> None:
-        gathered.append((name, value.clone()))
-        if sum(tensor.nbytes for _, tensor in gathered) >= BATCH_BYTES:
-            _give(model, gathered)
-
     meeting = order["meeting"]
     rank = int(meeting["first"]) + int(get_parallel().tp_rank)
-    device = "cpu" if meeting["backend"] == "gloo" else str(next(model.parameters()).device)
+    device = "cpu" if meeting["backend"] == "gloo" else str(next(mouth.model.parameters()).device)
     with form_group(
         (meeting["host"], int(meeting["port"])), meeting["name"], rank, int(meeting["size"]),
         timeout_s=float(order["timeout_s"]), backend=meeting["backend"],
     ) as group:  # fmt: skip
-        held = receive_tensors(group, write, check=check, device=device)
-    _give(model, gathered)
+        held = receive_tensors(group, lambda name, value: mouth.gather(name, value.clone()), check=check, device=device)
+    mouth.feed_gathered()
     return int(held.version)
-
-
-def _give(model: Any, gathered: list[tuple[str, Any]]) -> None:
-    tensors: Iterable[tuple[str, Any]] = list(gathered)
-    gathered.clear()
-    model.load_weights(tensors)
 
 
 def _gyre_weights(package: str) -> None:
