@@ -109,10 +109,12 @@ async def peer_of(engine: str, url: str) -> AsyncIterator[tuple[str, Callable[[l
         yield f"openai {openai.__version__}, streamed completions on the same server", partial(peers, client, model)
 
 
-async def rate(run: Callable[[], Awaitable[int]], expected: int) -> float:
-    began = time.perf_counter()
+async def rate(run: Callable[[], Awaitable[int]], expected: int, cpu: list[float]) -> float:
+    """Tokens per second; `cpu` gets the microseconds that this process, the client, spent on each token."""
+    began, busy = time.perf_counter(), time.process_time()
     found = await run()
     assert found == expected, f"{found} tokens came, {expected} were asked for"
+    cpu.append((time.process_time() - busy) / found * 1e6)
     return found / (time.perf_counter() - began)
 
 
@@ -136,14 +138,17 @@ async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
             )
             await sides["gathered"].start(WeightSource(0, folder))
         found: dict[str, list[float]] = {name: [] for name in (*sides, "peer")}
+        cpu: dict[str, list[float]] = {name: [] for name in found}
         expected = args.calls * args.tokens
         for turn in range(args.rounds + 1):
             for name in found if turn % 2 else reversed(found):
                 prompts = [[rng.randrange(VOCAB) for _ in range(args.prompt)] for _ in range(args.calls)]
                 if name == "peer":
-                    speed = await rate(lambda p=prompts: run_peer(p, args.tokens), expected)
+                    speed = await rate(lambda p=prompts: run_peer(p, args.tokens), expected, cpu[name])
                 else:
-                    speed = await rate(lambda p=prompts, e=sides[name], t=turn: ours(e, p, args.tokens, t), expected)
+                    speed = await rate(
+                        lambda p=prompts, e=sides[name], t=turn: ours(e, p, args.tokens, t), expected, cpu[name]
+                    )
                 if turn:
                     found[name].append(speed)
                 print(f"round {turn} {name}: {speed:.0f} tokens/s", flush=True)
@@ -160,6 +165,7 @@ async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "calls": args.calls, "prompt": args.prompt, "tokens": args.tokens, "rounds": args.rounds,
         "tokens_per_s": {name: round(value, 1) for name, value in medians.items()},
         "all": {name: [round(speed, 1) for speed in speeds] for name, speeds in found.items()},
+        "client_cpu_us_per_token": {name: round(statistics.median(spent[1:]), 1) for name, spent in cpu.items()},
         "overhead": round(1 - medians["ours"] / medians["peer"], 4),
         "bound": BOUND,
         "peer": peer_name,

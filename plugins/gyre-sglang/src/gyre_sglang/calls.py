@@ -51,7 +51,11 @@ class Call:
     request: GenerateRequest
     max_tokens: int
     """After clipping to the context."""
-    items: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
+    _items: list[Sampled] = field(default_factory=list)
+    _error: Exception | None = None
+    _news: asyncio.Future[None] | None = None
+    """Set while the caller waits: for the first item, or for the end."""
+    _gathering: bool = False
     sampled_ids: list[int] = field(default_factory=list)
     segment: Segment | None = None
     cached_tokens: int | None = None
@@ -87,7 +91,8 @@ class Call:
             if self.request.routed_experts:
                 self._held.append(sampled)
             else:
-                self.items.put_nowait(sampled)
+                self._items.append(sampled)
+                self._tell(end=False)
 
     def turn(self, version: int) -> None:
         """What comes from now on is of `version`."""
@@ -113,9 +118,8 @@ class Call:
         if not self.over.is_set():
             self.finish, self.running = finish, False
             self.over.set()
-            for sampled in self._held:
-                self.items.put_nowait(sampled)
-            self.items.put_nowait(Sampled((), (), 0, finish, self._of_sampled(routed)))
+            self._items += [*self._held, Sampled((), (), 0, finish, self._of_sampled(routed))]
+            self._tell(end=True)
 
     def _of_sampled(self, routed: Array | None) -> Array | None:
         """Rows of the forward passes that made the sampled tokens, out of those of the whole context."""
@@ -127,26 +131,44 @@ class Call:
         if not self.over.is_set():
             self.running = False
             self.over.set()
-            self.items.put_nowait(error)
+            self._error = error
+            self._tell(end=True)
+
+    def _tell(self, *, end: bool) -> None:
+        if self._news is not None and not self._news.done() and (end or not self._gathering):
+            self._news.set_result(None)
 
     async def take(self, gather_s: float) -> list[Sampled]:
         """What there is, at least one item; raises the error the call ended with once all tokens before it are taken.
 
-        Waits up to `gather_s` seconds for more after the first.
+        Waits up to `gather_s` seconds for more after the first, less when the call ends.
         """
-        first = await self.items.get()
-        if isinstance(first, Exception):
-            raise first
-        found = [first]
-        if first.finish is None and gather_s and self.items.empty():
-            await asyncio.sleep(gather_s)
-        while found[-1].finish is None and not self.items.empty():
-            item = self.items.get_nowait()
-            if isinstance(item, Exception):
-                self.items.put_nowait(item)  # it was the last: nothing can have come behind it
-                break
-            found.append(item)
-        return found
+        if not self._items and self._error is None:
+            await self._wait(None)
+        if gather_s and not self.over.is_set():
+            await self._wait(gather_s)
+        items, self._items = self._items, []
+        if not items and self._error is not None:
+            raise self._error
+        return items
+
+    async def _wait(self, gather_s: float | None) -> None:
+        """Until something comes, or with `gather_s` until the end, at most so many seconds."""
+        loop = asyncio.get_running_loop()
+        news = self._news = loop.create_future()
+        self._gathering = gather_s is not None
+        timer = loop.call_later(gather_s, _wake, news) if gather_s is not None else None
+        try:
+            await news
+        finally:
+            self._news = None
+            if timer is not None:
+                timer.cancel()
+
+
+def _wake(news: asyncio.Future[None]) -> None:
+    if not news.done():
+        news.set_result(None)
 
 
 def chunk_of(items: Sequence[Sampled], cached_tokens: int | None) -> GenerateChunk:

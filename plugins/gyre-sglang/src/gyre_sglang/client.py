@@ -28,8 +28,9 @@ class Client:
         self.last_heard = 0.0
         """Time (of the event loop) of the last byte that came from it."""
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        # A connection that is kept may be closed by the server just as we write the next request on it.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        # Kept connections are used again within a second only: the server closes them after five, perhaps just as we
+        # write the next request.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)
         self._session = aiohttp.ClientSession(
             headers=headers, connector=connector, timeout=aiohttp.ClientTimeout(total=None)
         )
@@ -75,7 +76,7 @@ class Client:
             return False
 
     async def stream(self, path: str, body: Mapping[str, Any], doing: str) -> AsyncGenerator[bytes, None]:
-        """POST; the lines of the answer as they come."""
+        """POST; the lines of the answer as they come, without the empty ones."""
         loop = asyncio.get_running_loop()
         try:
             async with self._session.post(self.url + path, json=body) as response:
@@ -89,7 +90,8 @@ class Client:
                     self.last_heard = loop.time()
                     *lines, rest = (rest + data).split(b"\n")
                     for line in lines:
-                        yield line
+                        if line:
+                            yield line
                 if rest:
                     yield rest
         except (aiohttp.ClientError, ConnectionError) as error:

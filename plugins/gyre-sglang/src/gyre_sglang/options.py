@@ -68,8 +68,8 @@ class SGLangOptions:
     weights_timeout_s: float = 600.0
     stall_s: float = 180.0
     """Calls fail when the server says nothing at all for so long while it has calls to run."""
-    chunk_s: float = 0.02
-    """Sampled tokens are gathered for so long before they are handed out."""
+    chunk_s: float = 0.1
+    """Sampled tokens are gathered for so long before they are handed out; the end of a call is handed out at once."""
 
     def __post_init__(self) -> None:
         if self.url and (self.python or self.command or self.arguments or self.kv_share_gb):

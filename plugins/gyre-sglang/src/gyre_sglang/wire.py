@@ -143,19 +143,19 @@ class StreamReader:
         if len(pairs) != len(ids):
             raise self._broken(f"{len(pairs)} logprobs for {len(ids)} tokens", "one each")
         found: list[float] = []
-        for at, (token, pair) in enumerate(zip(ids, pairs, strict=True), self.sampled):
-            value, of = pair[0], pair[1]
-            if not isinstance(token, int) or not 0 <= token < self._vocab or of != token:
+        for token, pair in zip(ids, pairs, strict=True):
+            value = pair[0]
+            if type(token) is not int or not 0 <= token < self._vocab or pair[1] != token:
                 raise self._broken(
-                    f"token {token!r} with a logprob of {of!r} at {at}", f"one id in [0, {self._vocab})",
-                    "Is it the model that config.json describes?",
+                    f"token {token!r} with a logprob of {pair[1]!r} at {self.sampled + len(found)}",
+                    f"one id in [0, {self._vocab})", "Is it the model that config.json describes?",
                 )  # fmt: skip
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
                 raise self._broken(
-                    f"logprob {value!r} of token {token} at {at}", "a finite number",
+                    f"logprob {value!r} of token {token} at {self.sampled + len(found)}", "a finite number",
                     "The weights hold NaN or infinity, or the forward pass made some.",
                 )  # fmt: skip
-            found.append(float(value))
+            found.append(value)
         return tuple(found)
 
     def _routed(self, text: Any, positions: int) -> Array | None:
