@@ -53,6 +53,34 @@ async def test_what_does_not_fit_never_reaches_the_destination(served: Any, sour
         await a.export_session("s", tokens)
 
 
+async def test_weights_change_and_calls_pause_without_the_servers_own_pause(
+    served: Any, sources: list[WeightSource], ask: Any, fake: Any
+) -> None:
+    """With a connector vLLM's pause waits for leases that only a running scheduler ends."""
+    server, engine = await served(start=False)
+    server.faults.add("connector")
+    await engine.start(sources[0])
+    chunks: list[Any] = []
+    running = asyncio.create_task(ask(engine, [4], 120, into=chunks))
+    while len(chunks) < 3:
+        await asyncio.sleep(0.002)
+    await engine.pause()
+    held = len(chunks)
+    await asyncio.sleep(0.05)
+    assert len(chunks) <= held + 1
+    await engine.resume()
+    while len(chunks) < held + 5:
+        await asyncio.sleep(0.002)
+    await engine.update_weights(sources[1])
+    result = await running
+    assert set(result.versions) == {0, 1}
+    context = [4]
+    for token, version in zip(result.ids, result.versions, strict=True):
+        assert token == fake.token_after(context, 10 + version)
+        context.append(token)
+    assert len(result.ids) == 120
+
+
 async def test_a_server_without_a_connector_says_so(served: Any) -> None:
     _, engine = await served()
     with pytest.raises(CapabilityError, match="transfers"):

@@ -232,6 +232,7 @@ class FakeVLLM:
         await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
     async def _pause(self, request: web.Request) -> web.Response:
+        assert "connector" not in self.faults, "vLLM would wait for ever for a lease to end"
         self.log.append("pause")
         self.paused = True
         if request.query["mode"] == "abort":

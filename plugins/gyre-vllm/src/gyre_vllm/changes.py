@@ -74,14 +74,15 @@ class Changes:
         try:
             _require_vocabulary(server, model, source)
             if load:
-                await server.client.pause("abort")
+                if not server.facts.connector:
+                    await server.client.pause("abort")
                 if server.facts.asleep:
                     await server.client.rpc("gyre_wake")
                 await self._load(server, source)
                 await server.client.forget_prefixes()
             await server.client.set_version(source.version)
             if load:
-                await server.client.resume()
+                await self._go_on(server)
         except BaseException:
             await server.end()
             raise
@@ -112,7 +113,7 @@ class Changes:
         state.open.clear()
         if server is None:
             return
-        if server.process is None and state.paused:
+        if server.process is None and state.paused and not server.facts.connector:
             with contextlib.suppress(InfrastructureError):
                 await server.client.resume()
         state.paused = False
@@ -149,7 +150,7 @@ class Changes:
             state, server = self._state, self._state.ready("pausing")
             state.open.clear()
             if not state.paused:
-                await server.client.pause("keep")
+                await self._halt(server)
                 state.paused = True
             calls = list(state.calls)
             if mode is PauseMode.ABORT:
@@ -157,12 +158,28 @@ class Changes:
                     call.abort()
                 await state.end_segments(server, calls)
 
+    async def _halt(self, server: Server) -> None:
+        """Let the server sample nothing more; the gate is closed. With a KV connector its pause would wait for leases
+        that only a running scheduler can end: there the calls end at the server and go on from its prefix cache."""
+        if not server.facts.connector:
+            await server.client.pause("keep")
+            return
+        running = [call for call in self._state.calls if not call.at_rest.is_set()]
+        for call in running:
+            if call.cut is Cut.NONE:
+                call.cut = Cut.RESTART
+        await self._state.end_segments(server, running)
+
+    async def _go_on(self, server: Server) -> None:
+        if not server.facts.connector:
+            await server.client.resume()
+
     async def resume(self) -> None:
         """See `VLLMEngine.resume`."""
         async with self._lock:
             state, server = self._state, self._state.ready("resuming")
             if state.paused:
-                await server.client.resume()
+                await self._go_on(server)
                 state.paused = False
             state.note_progress()
             state.open.set()
@@ -187,7 +204,7 @@ class Changes:
             state.open.clear()
             try:
                 if not state.paused:
-                    await server.client.pause("keep")
+                    await self._halt(server)
                 borders = await self._borders(server)
                 await self._load_or_restore(server, source)
                 await server.client.set_version(source.version)
@@ -196,7 +213,7 @@ class Changes:
                     call.labels.change(border, source.version)
             finally:
                 if not state.paused and state.phase is Phase.READY:
-                    await server.client.resume()
+                    await self._go_on(server)
                     state.note_progress()
                     state.open.set()
 
@@ -304,8 +321,9 @@ class Changes:
             calls = list(state.calls)
             for call in calls:
                 call.abort()
-            await server.client.pause("abort")
-            state.paused = True
+            if not server.facts.connector:
+                await server.client.pause("abort")
+                state.paused = True
             await state.end_segments(server, calls)
             if way == "memory":
                 await self._give_back(server)
