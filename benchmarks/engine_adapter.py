@@ -64,7 +64,8 @@ async def peers(client: Any, model: str, prompts: list[list[int]], tokens: int) 
     async def one(prompt: list[int]) -> int:
         stream = await client.completions.create(
             model=model, prompt=prompt, max_tokens=tokens, temperature=1.0, logprobs=1, stream=True,
-            stream_options={"include_usage": True}, extra_body={"ignore_eos": True, "return_token_ids": True},
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True, "return_token_ids": True, "return_tokens_as_token_ids": True},
         )  # fmt: skip
         found = 0
         async for event in stream:
