@@ -41,6 +41,7 @@ from gyre_rl.cell.messages import (
     CellBody,
     CellReady,
     Drain,
+    Failing,
     Lease,
     LeaveSession,
     LoadEvent,
@@ -56,6 +57,8 @@ from gyre_rl.procs.link import Link
 from gyre_rl.procs.wire import Empty, Endpoint, authorised, build_app, unpack
 
 log = logging.getLogger("gyre.cell")
+ENGINE_GRACE_S = 10.0
+"""Seconds for which an engine may not even tell its load before its cell gives up."""
 
 
 class CellHost:
@@ -129,14 +132,28 @@ class CellHost:
         await self.trainer.close()
 
     async def _report_load(self, link: Link) -> None:
+        failing_since: float | None = None
         while True:
             await asyncio.sleep(self.body.load_every_s)
-            if self.role is Role.ROLLOUT:
-                try:
-                    await link.send("load", LoadEvent(await self.engine.load()))
-                except GyreError as error:
-                    log.warning("load not reported: %s", error)
+            if self.role is not Role.ROLLOUT:
+                failing_since = None
+                continue
+            try:
+                load = await self.engine.load()
+            except GyreError as error:
+                failing_since = failing_since or time.monotonic()
+                if time.monotonic() - failing_since > ENGINE_GRACE_S:
+                    log.error("the engine has failed; this cell ends, so that a new one can take its place: %s", error)
+                    await link.send("failing", Failing(str(error)))
+                    await link.close()
                     return
+                continue
+            failing_since = None
+            try:
+                await link.send("load", LoadEvent(load))
+            except GyreError as error:
+                log.warning("load not reported: %s", error)
+                return
 
     # -- roles -----------------------------------------------------------------------------------------------
     async def _enter(self, role: Role, source: WeightSource) -> None:

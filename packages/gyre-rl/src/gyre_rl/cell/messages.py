@@ -190,3 +190,10 @@ class LoadEvent:
     load: EngineLoad
     pid_rss: int = 0
     """Resident bytes of the cell's process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """The cell's engine is of no use any more and the cell ends."""
+
+    why: str

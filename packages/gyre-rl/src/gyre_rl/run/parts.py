@@ -35,7 +35,7 @@ from gyre_sched.errors import EventError
 from gyre_tito import Store
 
 from gyre_rl.agents.host import AgentsBody
-from gyre_rl.cell.messages import LeaseDone, LoadEvent
+from gyre_rl.cell.messages import Failing, LeaseDone, LoadEvent
 from gyre_rl.config.schema import PluginChoice, RunConfig
 from gyre_rl.procs.fleet import Child, Fleet
 from gyre_rl.procs.wire import Empty, Peer, unpack
@@ -170,6 +170,8 @@ class Parts:
                 self._call_over(unpack(body, CallOver))
             case "load":
                 self._load(cell, unpack(body, LoadEvent).load)
+            case "failing":
+                self.bus.notice(f"{cell} gives up: {unpack(body, Failing).why}")
             case "lease_done":
                 await self.training.lease_done(cell, unpack(body, LeaseDone))
             case _:
