@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gyre_core.ranks import RankSeat, serve
+from gyre_core.ranks import RankReplica, RankSeat, serve
 
 from gyre_deepspeed.options import DeepSpeedTrainerOptions
 
 
-def make(seat: RankSeat) -> object:
+def make(seat: RankSeat) -> RankReplica:
     """The replica of this seat; what is heavy is imported now."""
     from gyre_deepspeed.replica import DeepSpeedReplica
 
@@ -15,4 +15,4 @@ def make(seat: RankSeat) -> object:
 
 
 if __name__ == "__main__":
-    serve(make)  # type: ignore[arg-type]
+    serve(make)

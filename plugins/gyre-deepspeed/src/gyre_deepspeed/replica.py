@@ -70,13 +70,15 @@ class DeepSpeedReplica(RankReplica):
 
     def prepare(self, folder: Path) -> None:
         """Import DeepSpeed and the model's code."""
-        self._import()
+        self._deepspeed()
         with torch.device("meta"):
             make_model(folder, torch.float32)
 
-    def _import(self, *ignored: Any) -> Any:
+    def _deepspeed(self) -> Any:
         deepspeed: Any = import_module("deepspeed")
         import_module("deepspeed.comm.torch")
+        if self._options.stage == 3:
+            import_module("torch._dynamo")  # fails when it is first imported inside zero.Init, which patches torch
         if deepspeed.__version__ != VERSION:
             raise InfrastructureError(
                 "importing DeepSpeed", got=deepspeed.__version__, expected=VERSION,
@@ -114,7 +116,7 @@ class DeepSpeedReplica(RankReplica):
 
     def build(self, folder: Path, core: bool) -> None:
         """Engine and model; under stage 3 the model is never whole anywhere."""
-        deepspeed = self._import()
+        deepspeed = self._deepspeed()
         config, options = self._config(), self._options
         init = deepspeed.zero.Init(config_dict_or_path=config) if options.stage == 3 else nullcontext()
         with init:

@@ -134,6 +134,17 @@ class TrainerConformance:
         assert gap(published, dict(rig.model().named_parameters())) == 0
         await trainer.close()
 
+    async def test_preparing_first_changes_nothing(self, rig: TrainerRig, tmp_path: Path) -> None:
+        """`prepare` is answered before `start` and leaves no version behind."""
+        trainer = rig.make()
+        try:
+            await trainer.prepare(rig.source)
+            assert trainer.version == -1
+            await trainer.start(rig.source, core=True)
+            assert trainer.version == rig.source.version
+        finally:
+            await trainer.close()
+
     async def test_the_gradient_is_the_oracles_sum(self, rig: TrainerRig, tmp_path: Path) -> None:
         """A sum, not a mean, in Hugging Face names, each tied weight once; what was used is in the header."""
         async with rig.started(core=False) as trainer:
