@@ -203,7 +203,7 @@ def main() -> None:
         cases = []
         for case in pool.imap_unordered(one_random, [(n, args.cache) for n in numbers]):
             cases.append(case)
-            if not args.json and (case["gain"] < 1.0 or len(cases) % 20 == 0):
+            if not args.json:
                 print(json.dumps(case), flush=True)
     seeds.sort(key=lambda s: s["seed"])
     gains = [c["gain"] for c in cases]

@@ -1,7 +1,7 @@
 """What an event costs the machine, how that grows, and how fast the simulator is against SimPy.
 
 ``machine``: 100 and 2,000 cells with 100 live sessions each; the mix of a run (calls asked for and
-answered, executions that end and start, load reports, ticks), each ``handle`` timed. ``memory``:
+answered, half of the sessions in a call, executions that end, load reports, ticks), each ``handle`` timed. ``memory``:
 allocations per session, by tracemalloc. ``simulator``: the same model, with the same machine deciding, on
 this package's engine and on SimPy, where every call is a process that is interrupted when the speed of its
 cell changes; both end at the
@@ -18,6 +18,8 @@ import random
 import statistics
 import time
 import tracemalloc
+import zlib
+from collections import deque
 from dataclasses import replace
 
 from gyre_sched import CellId, EndStatus, Role, SchedConfig, Scheduler
@@ -44,6 +46,7 @@ class Load:
         self.asking: list[str] = []
         self.calling: list[str] = []
         self.context: dict[str, int] = {}
+        self.arrivals: deque[tuple[int, str]] = deque()
         self.cells = [CellId(f"c{i}") for i in range(cells)]
         for i, cell in enumerate(self.cells):
             role = Role.ROLLOUT if i else Role.TRAIN
@@ -60,13 +63,25 @@ class Load:
                 self.tell(e.SessionStarted(self.t, name, name))
                 self.context[name] = 1000
                 self.asking.append(name)
+        for _ in range(len(self.asking) // 2):
+            self.tell(self._request())
 
     def tell(self, event: e.Event) -> list[c.Command]:
-        return self.m.handle(event)
+        return self.heard(self.m.handle(event))
+
+    def heard(self, commands: list[c.Command]) -> list[c.Command]:
+        """Moves are answered with the next events; everything else needs no answer here."""
+        for command in commands:
+            if isinstance(command, c.MoveSession):
+                self.arrivals.append((command.move, command.session))
+        return commands
 
     def next_event(self) -> e.Event:
         """Mostly calls; now and then the rest."""
         self.t += 1e-4
+        if self.arrivals:
+            move, session = self.arrivals.popleft()
+            return e.MoveDone(self.t, move, session, True, 10**8, 1000, 0.1)
         rng = self.rng
         dice = rng.random()
         if dice < 0.02:
@@ -78,14 +93,17 @@ class Load:
             name = self._take(self.calling)
             return e.ExecutionEnded(self.t, name, EndStatus.COMPLETED)
         if self.asking and (dice < 0.52 or not self.calling):
-            name = self._take(self.asking)
-            self.calling.append(name)
-            self.context[name] += 200
-            return e.CallRequested(self.t, name, self.context[name], (hash(name[:4]) & 0xFFFF,))
+            return self._request()
         name = self._take(self.calling)
         self.asking.append(name)
         self.context[name] += 100
         return e.CallEnded(self.t, name, self.context[name])
+
+    def _request(self) -> e.Event:
+        name = self._take(self.asking)
+        self.calling.append(name)
+        self.context[name] += 200
+        return e.CallRequested(self.t, name, self.context[name], (zlib.crc32(name[:4].encode()) & 0xFFFF,))
 
     def _take(self, names: list[str]) -> str:
         i = self.rng.randrange(len(names))
@@ -104,8 +122,9 @@ def event_cost(cells: int, events: int) -> dict[str, float]:
     for _ in range(events):
         event = load.next_event()
         began = time.perf_counter_ns()
-        load.m.handle(event)
+        out = load.m.handle(event)
         times.append(time.perf_counter_ns() - began)
+        load.heard(out)
     gc.unfreeze()
     times.sort()
     return {
