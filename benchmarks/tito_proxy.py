@@ -8,7 +8,7 @@ delay. Agents hold real conversations: every request is the whole history, one m
 same load, for the plain HTTP server alone with that delay (`direct_p50_ms` beyond the delay). `waited_*` is the same
 without that subtraction: everything beyond the nominal delay, the client's own work and late timers included. The main
 figures are with `durability="power"` (every commit is synced to the disk); `light_process` is what a killed process
-survives and a power cut may not.
+survives and a power cut may not, as `gyre run` has it; the third has an engine of half the latency, so twice the calls.
 
 Run: `python benchmarks/tito_proxy.py [--json] [--small] [--litellm PATH]` (`PATH`: the `litellm` program of an
 environment of its own, `pip install 'litellm[proxy]'`). The last line is one JSON object.
@@ -273,6 +273,8 @@ def main() -> None:
     direct = measure_direct(64, 2_000, 1.0, 8, pause=1.0)
     light = measure_ours(64, 2_000, 1.0, 8, 120, pause=1.0, direct=direct)
     process = measure_ours(64, 2_000, 1.0, 8, 120, pause=1.0, durability="process", direct=direct)
+    busy_direct = measure_direct(64, 2_000, 0.5, 12, pause=0.5)
+    busy = measure_ours(64, 2_000, 0.5, 12, 120, pause=0.5, durability="process", direct=busy_direct)
     heavy_size = (64, 16_000) if asked.small else (512, 128_000)
     heavy = measure_ours(*heavy_size, 10.0, 4, 600, pause=20.0)
     ours = measure_ours(64, 2_000, 0.0, 8, 120, pause=0.0)["rps"]
@@ -289,6 +291,7 @@ def main() -> None:
         "vs_litellm": None if theirs is None else round(ours / theirs, 2),
         "light": light,
         "light_process": process,
+        "light_process_half_second": busy,
         "heavy": heavy,
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
     }

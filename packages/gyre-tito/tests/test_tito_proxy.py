@@ -199,6 +199,22 @@ async def test_retry_n_and_sub_agents(tmp_path):
         assert status == 200
 
 
+async def test_a_request_can_say_whose_sub_agent_it_is(tmp_path):
+    chat = tiny_format()
+    async with Bench(tmp_path, rambling(chat)) as bench:
+        start = {"messages": [{"role": "user", "content": "u"}]}
+        for session, parent in (("a", None), ("b", "a"), ("c", None), ("d", "b"), ("d", "a")):
+            headers = {"x-gyre-session": session} | ({"x-gyre-parent": parent} if parent else {})
+            assert (await bench.post("/v1/chat/completions", start, headers=headers))[0] == 200
+        known = {one.session: one for one in bench.store.sessions("e")}
+        assert [(one.kind, one.parent, one.inferred) for one in known.values()] == [
+            ("main", None, True),
+            ("sub_agent", "a", False),
+            ("sub_agent", "b", True),
+            ("sub_agent", "b", False),
+        ]
+
+
 async def test_new_from_counts_what_the_session_itself_has_sent(tmp_path):
     async with Bench(tmp_path, None, "one", "two", "three", "four") as bench:
         start = [{"role": "system", "content": "shared words"}, {"role": "user", "content": "u"}]

@@ -32,6 +32,7 @@ from gyre_tito.tree import TrajectoryTree, common_prefix
 
 T = TypeVar("T")
 _BUFFERS = 8
+_BUFFER_TOKENS = 524_288
 _INLINE = 8_192
 _NOTHING = np.empty(0, dtype=np.int32)
 
@@ -231,6 +232,11 @@ class Execution:
         state.info = info
         return state
 
+    def introduce(self, session: str, parent: str) -> None:
+        """A request says whose sub-agent its session is; heard once, when the session begins."""
+        if session not in self.sessions:
+            self.sessions[session] = SessionState(SessionInfo(session, "sub_agent", parent))
+
     def _choose_session(self, named: str | None, found: Match | None) -> SessionState:
         """The named one; else the one that the history belongs to; else one with the same instructions that is idle
         (the agent compacted its history); else a new one."""
@@ -272,9 +278,7 @@ class Execution:
         self._session_of[call.index] = call.session
         if len(plan.buffer) == place.prompt_len:
             plan.buffer.extend(call.sampled_ids)
-            self._buffers[call.index] = plan.buffer
-            while len(self._buffers) > _BUFFERS:
-                self._buffers.popitem(last=False)
+            self._keep_buffer(call.index, plan.buffer)
         if plan.match is None:
             return pack_note(Note(retry=retry, text=self._note_text(plan, call, turn)))
         name, reasoning = b"", b""
@@ -282,6 +286,15 @@ class Execution:
             name, reasoning = self._note_turn(plan.match.chain, call, turn)
         self._prompts.setdefault(plan.match.chain, call.index)
         return pack_note(Note(plan.match.chain, name, reasoning, plan.match.head, plan.match.count, retry))
+
+    def _keep_buffer(self, call: int, buffer: Growable[np.int32]) -> None:
+        """Keep this prompt to grow on, and the latest few others while they are small together."""
+        room = _BUFFER_TOKENS
+        for place, other in enumerate(reversed(tuple(self._buffers)), start=1):
+            room -= len(self._buffers[other])
+            if room < 0 or place >= _BUFFERS:
+                del self._buffers[other]
+        self._buffers[call] = buffer
 
     def _note_turn(self, chain: bytes, call: CallRecord, turn: ParsedTurn) -> tuple[bytes, bytes]:
         """Recognise this turn from now on; (name of the history that it ends, digest of its reasoning)."""

@@ -31,7 +31,7 @@ class Growable(Generic[ScalarT]):
         new = np.asarray(values, dtype=self._data.dtype)
         end = self._size + len(new)
         if end > len(self._data):
-            grown = np.empty(max(end, len(self._data) + len(self._data) // 2), dtype=self._data.dtype)
+            grown = np.empty(max(end, len(self._data) + len(self._data) // 4), dtype=self._data.dtype)
             grown[: self._size] = self._data[: self._size]
             self._data = grown
         self._data[self._size : end] = new

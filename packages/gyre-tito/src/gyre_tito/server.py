@@ -31,6 +31,7 @@ from gyre_tito.service import TitoService
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SESSION_HEADER = "x-gyre-session"
+PARENT_HEADER = "x-gyre-parent"
 _log = logging.getLogger("gyre_tito")
 _encode = msgspec.json.Encoder().encode
 
@@ -119,7 +120,7 @@ class AgentRoutes:
             body = await self._body(request)
             with service.metrics.phase("read"):
                 asked, stream = dialect.request(body, len(service.chat_format.tokenizer))
-            session = _session(request)
+            session = _session(request, execution)
             name = request_name(request.headers.get(HEADER, ""), session, dialect.name, body)
             reader = await service.chat(execution, asked, session, name)
             if stream:
@@ -135,7 +136,7 @@ class AgentRoutes:
         execution = self._execution(request)
         body = await self._body(request)
         asked, stream = completions.read(body, len(service.chat_format.tokenizer))
-        session = _session(request)
+        session = _session(request, execution)
         name = request_name(request.headers.get(HEADER, ""), session, "completions", body)
         readers = await service.text(execution, asked, session, name)
         try:
@@ -265,8 +266,13 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, "too_large", f"the request body is larger than {limit} bytes, the limit of this proxy")
 
 
-def _session(request: web.Request) -> str | None:
-    return request.match_info.get("session") or request.headers.get(SESSION_HEADER) or None
+def _session(request: web.Request, execution: Execution) -> str | None:
+    """The session that a request names, if any; with the header for it, whose sub-agent it is."""
+    session = request.match_info.get("session") or request.headers.get(SESSION_HEADER) or None
+    parent = request.headers.get(PARENT_HEADER)
+    if session and parent:
+        execution.introduce(session, parent)
+    return session
 
 
 def _json(value: Mapping[str, Any], readers: Sequence[Reader] = ()) -> web.Response:
