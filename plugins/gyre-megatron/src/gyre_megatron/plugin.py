@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gyre_core import Registration, hookimpl
+from gyre_core import Kind, Registration, hookimpl
 
 
 @hookimpl
 def gyre_register() -> Iterable[Registration]:
-    """What this plugin brings."""
-    return []
+    """The trainer "megatron"."""
+    return [
+        Registration(
+            Kind.TRAINER,
+            "megatron",
+            "gyre_megatron.trainer:MegatronTrainer",
+            options="gyre_megatron.options:MegatronTrainerOptions",
+            summary="Megatron-Core with tree attention: tensor, pipeline and data parallel; Qwen3, Qwen2, Llama",
+            requires=("gyre_loss",),
+        )
+    ]

@@ -22,7 +22,7 @@ from shutil import rmtree
 from typing import Any
 
 from gyre_core.errors import InfrastructureError
-from gyre_core.ranks.wire import WireError, pack, read_frame, restored
+from gyre_core.ranks.wire import RankCrashError, WireError, pack, read_frame, restored
 from gyre_core.settings import inherited_environment
 
 _TAIL_BYTES = 3000
@@ -201,9 +201,10 @@ class RankGroup:
         if not refused:
             return [Reply(task.result()[0].get("ok") or {}, task.result()[1]) for task in asked]
         first = refused[min(refused)]
-        if len(refused) == len(asked) and not isinstance(first, InfrastructureError):
+        crashed = [index for index, error in refused.items() if isinstance(error, RankCrashError)]
+        if len(refused) == len(asked) and not crashed:
             raise first
-        broken = min((i for i, e in refused.items() if isinstance(e, InfrastructureError)), default=min(refused))
+        broken = min(crashed or refused)
         raise await self._fail(op, broken, str(refused[broken]), cause=refused[broken])
 
     async def _fail(

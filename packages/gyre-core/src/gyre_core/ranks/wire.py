@@ -25,6 +25,10 @@ class WireError(Exception):
     """What came is no frame of this protocol."""
 
 
+class RankCrashError(InfrastructureError):
+    """A command failed in a rank by an error that nobody raised on purpose: its state is unknown."""
+
+
 def pack(header: dict[str, Any], payload: bytes = b"") -> bytes:
     """One frame."""
     text = json.dumps(header).encode()
@@ -71,21 +75,21 @@ def _exactly(link: socket.socket, size: int) -> bytes:
 
 
 def describe(error: BaseException, doing: str) -> dict[str, str]:
-    """An error as it travels; one that is neither ValueError nor ours becomes an InfrastructureError."""
+    """An error as it travels; one that is neither ValueError nor ours becomes a RankCrashError."""
     if isinstance(error, GyreError):
         parts = {"doing": error.doing, "got": error.got, "expected": error.expected, "fix": error.fix}
         return {"type": type(error).__name__} | parts
     if isinstance(error, ValueError):
         return {"type": "ValueError", "doing": str(error)}
-    return {"type": "InfrastructureError", "doing": doing, "got": f"{type(error).__name__}: {error}"}
+    return {"type": "RankCrashError", "doing": doing, "got": f"{type(error).__name__}: {error}"}
 
 
 def restored(found: dict[str, str]) -> Exception:
     """The error that `describe` told."""
     if found.get("type") == "ValueError":
         return ValueError(found.get("doing", ""))
-    kind = getattr(errors, found.get("type", ""), InfrastructureError)
+    kind = getattr(errors, found.get("type", ""), RankCrashError)
     if not (isinstance(kind, type) and issubclass(kind, GyreError)):
-        kind = InfrastructureError
+        kind = RankCrashError
     names = ("got", "expected", "fix")
     return kind(found.get("doing", "working in a rank"), **{name: found.get(name, "") for name in names})
