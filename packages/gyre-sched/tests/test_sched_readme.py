@@ -1,5 +1,6 @@
 """The README's example and the how-to's metrics reader do what they say."""
 
+import json
 import re
 import subprocess
 import sys
@@ -18,6 +19,17 @@ def test_the_worked_example_trains_two_steps():
     assert done.returncode == 0, done.stderr
     assert "2 steps trained" in done.stdout
     assert "trained in step" in done.stdout
+
+
+def test_the_table_of_predictions_is_the_benchmark_s():
+    root = Path(__file__).parents[3]
+    results = root / "benchmarks" / "results" / "plan_presets.json"
+    if not results.exists():
+        pytest.skip("not in a checkout")
+    page = (root / "docs" / "reference" / "sched-presets.md").read_text(encoding="utf-8")
+    for pair in json.loads(results.read_text())["pairs"]:
+        figures = f"{pair['published']:.3g} | {pair['predicted']:.2f} | {pair['off']:+.0%}"
+        assert f"| `{pair['preset']}` | {pair['pair']} | {figures} |" in page
 
 
 def test_metrics_pages_become_load_reports():

@@ -191,6 +191,37 @@ def test_an_own_log_is_a_workload(tmp_path):
     assert main(["replay", str(log.path), "--story", "c1"]) == 0
 
 
+def test_a_preset_s_plan_says_how_far_off_it_is_and_what_was_fitted_and_taken(capsys):
+    assert main(["plan", "--preset", "verl-switch", "--steps", "1", "--json", "--quiet"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    (pair,) = data["published"]
+    rows = {r["name"]: r["seconds"] for r in data["rows"]}
+    assert pair["pair"] == "static/switching"
+    assert pair["predicted"] == pytest.approx(rows["static"] / rows["switching"])
+    assert pair["off"] == pytest.approx(pair["predicted"] / 1.115 - 1.0)
+    assert data["preset"]["fitted"] == "nothing"
+    assert "H100" in data["preset"]["taken"]
+    assert any("not fitted" in line for line in data["verdict"])
+    for item in PRESETS.values():
+        assert not item.published or (item.taken and item.assumed)
+
+
+def test_parquet_traces_need_pyarrow_and_read_the_same(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"timestamp": 0, "input_length": 1024, "output_length": 10, "hash_ids": [1, 2]}]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "m.parquet")
+    (tmp_path / "m.jsonl").write_text(json.dumps(rows[0]))
+    assert read_plans(tmp_path / "m.parquet") == read_plans(tmp_path / "m.jsonl")
+
+
+def test_a_plan_with_cells_that_die(capsys):
+    asked = ["plan", "--preset", "laptop", "--steps", "6", "--json", "--quiet", "--mtbf", "0.02", "--repair", "5"]
+    assert main(asked) == 0
+    rows = {r["name"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
+    assert all(r["lost_cells"] > 0 and r["vs_bound"] > 1.0 for r in rows.values())
+
+
 def test_the_command_line(tmp_path, capsys):
     page = tmp_path / "x.html"
     assert main(["plan", "--preset", "laptop", "--steps", "3", "--json", "--quiet", "--html", str(page)]) == 0

@@ -132,6 +132,26 @@ class Ring(RuleBasedStateMachine):
             self.tell(e.TurnAsked(self.later(), cell.id, role))
 
     @rule()
+    def drain_a_busy_one(self):
+        """A cell with sessions turns, and its running calls had their time to end."""
+        for execution in [x for x in self.m._w.executions.values() if x.running][:3]:
+            self.number += 1
+            self.tell(e.SessionStarted(self.later(), f"s{self.number}", execution.id))
+            self.tell(e.CallRequested(self.later(), f"s{self.number}", 30))
+        cell = self.pick(x for x in self.m.view.cells() if x.sessions and x.state is CellState.ROLLOUT)
+        if cell:
+            self.tell(e.TurnAsked(self.later(), cell.id, Role.TRAIN))
+            self.t += 1.0
+            self.tell(e.Tick(self.t))
+
+    @rule(running=st.integers(0, 3), waiting=st.integers(0, 2), kv=st.integers(0, 500), growth=st.floats(0, 2))
+    def report(self, running, waiting, kv, growth):
+        cell = self.pick(self.m.view.cells())
+        if cell:
+            said = growth if self.rng.random() < 0.8 else None
+            self.tell(e.LoadReported(self.later(), cell.id, running, waiting, kv, said, 60.0))
+
+    @rule()
     def lie(self):
         """Something old, doubled or nonsensical."""
         if self.accepted:
@@ -197,7 +217,7 @@ class Ring(RuleBasedStateMachine):
 
     @rule(times=st.integers(4, 24))
     def march(self, times):
-        """Things mostly go well: open work is done in order, and executions end."""
+        """Things mostly go well: open work is done in order, and executions end, now and then as failed."""
         for _ in range(times):
             if self.open:
                 command = self.open.pop(0)
@@ -214,7 +234,8 @@ class Ring(RuleBasedStateMachine):
                 self.call()
             if running and self.rng.random() < 0.4:
                 last = running[1:] if len(running) > 1 else running
-                self.tell(e.ExecutionEnded(self.later(), self.pick(last).id, EndStatus.COMPLETED))
+                status = EndStatus.FAILED if self.rng.random() < 0.15 else EndStatus.COMPLETED
+                self.tell(e.ExecutionEnded(self.later(), self.pick(last).id, status))
 
     def finish_one(self, cmd, ok):
         seen[type(cmd).__name__] += ok

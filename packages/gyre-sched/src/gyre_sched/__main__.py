@@ -22,6 +22,8 @@ def _plan(args: argparse.Namespace) -> int:
 
     base = preset(args.preset)
     hardware = replace(base.hardware, cells=args.cells) if args.cells else base.hardware
+    if args.mtbf:
+        hardware = replace(hardware, mtbf_s=args.mtbf * 3600.0, repair_s=args.repair)
     load: Workload
     if args.trace:
         shape = base.workload
@@ -87,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--steps", type=int, help="another number of steps")
     plan.add_argument("--seed", type=int, default=0)
     plan.add_argument("--cut", type=float, help="share of a step that may be cut and scored partially")
+    plan.add_argument("--mtbf", type=float, metavar="HOURS", help="each cell dies once in this time on average")
+    plan.add_argument("--repair", type=float, default=300.0, metavar="S", help="until a dead cell is back (300)")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.add_argument("--html", metavar="FILE", help="write a page with the role lanes")
     plan.add_argument("--quiet", action="store_true", help="no progress on stderr")

@@ -51,6 +51,8 @@ def _cells(w: World) -> None:
         _must(cell.calling == calling, f"{cell.id}: {cell.calling} calls, counted {calling}")
     _must(w.slots == sum(c.slots for c in members.values()), "slots of the rollout cells")
     _must(w.kv_tokens == sum(c.kv_tokens for c in members.values()), "KV of the rollout cells")
+    said = sum(c.growth_tps for c in members.values())
+    _must(abs(w.reported_growth - said) < 1e-3, f"reported growth {w.reported_growth}, counted {said}")
     cores = [c.id for c in w.cells.values() if c.core and c.state is not CellState.LOST]
     _must(len(cores) <= 1, f"core cells: {cores}")
 

@@ -126,7 +126,11 @@ def reported(w: World, ev: LoadReported) -> None:
     cell = checks.cell(w, ev, ev.cell)
     checks.finite(w, ev, running=ev.running, waiting=ev.waiting, kv_tokens=ev.kv_tokens, growth=ev.growth_tps)
     checks.finite(w, ev, prefill_tps=ev.prefill_tps)
-    cell.report = (ev.running, ev.waiting, ev.kv_tokens)
+    if cell.state is S.ROLLOUT:
+        cell.report = (ev.running, ev.waiting, ev.kv_tokens)
+        if ev.growth_tps is not None:
+            w.reported_growth += ev.growth_tps - cell.growth_tps
+            cell.growth_tps = ev.growth_tps
     if ev.prefill_tps:
         w.costs.prefilled(ev.prefill_tps)
     w.dirty = True
@@ -208,7 +212,7 @@ def _drain(w: World, cell: Cell) -> None:
 
 
 def _has_room(need: int) -> Callable[[Cell], bool]:
-    return lambda cell: cell.kv_held + need <= cell.kv_tokens
+    return lambda cell: cell.roomy(need)
 
 
 def _move_reason(w: World, cell: Cell, tokens: int, carry: bool) -> str:

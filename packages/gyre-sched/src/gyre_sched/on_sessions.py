@@ -208,7 +208,10 @@ def _drop_move(w: World, session: Session) -> None:
         session.src = None
         src.moves_out -= 1
         if session.home is not None:
+            # The slot that was kept for it is free, unless it wants a call at once.
             session.home.moves_in -= 1
+            w.rollout.lighter(session.home)
+            w.freed = True
         if src.state is CellState.DRAINING:
             w.touched.append(src)
 

@@ -47,7 +47,7 @@ def _claim(view: View) -> Sequence[Turn]:
     load = view.utilisation()
     if load > cfg.high:
         cell = view.satellite(idle_only=False)
-        if cell is not None:
+        if cell is not None and _time_for_a_loan(view):
             return (Turn(cell.id, Role.ROLLOUT, f"demand {load:.2f} is above the high mark {cfg.high}"),)
     elif load > _idle_mark(view) and not view.ready_tokens:
         cell = view.satellite(idle_only=True)

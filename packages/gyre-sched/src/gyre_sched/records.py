@@ -30,6 +30,7 @@ class Cell:
     __slots__ = (
         "calling",
         "core",
+        "growth_tps",
         "id",
         "kv_held",
         "kv_tokens",
@@ -75,6 +76,9 @@ class Cell:
         """The engine confirmed that it takes no new calls."""
         self.lease: Lease | None = None
         self.report: tuple[int, int, int] | None = None
+        """What its engine said of itself while it last took sessions: calls running, calls queued, KV tokens."""
+        self.growth_tps = 0.0
+        """Tokens per second by which its running contexts grow, as its engine said."""
         self.since = now
         self.role_since = now
         self.notes: list[Note] = []
@@ -83,6 +87,11 @@ class Cell:
         """Calls (and, a quarter each, paused sessions) against slots, or KV against cache, whichever is fuller."""
         calls = (3 * (self.calling + self.moves_in) + len(self.sessions)) / (4 * self.slots)
         return max(calls, self.kv_held / self.kv_tokens)
+
+    def roomy(self, tokens: int) -> bool:
+        """Whether a context of ``tokens`` fits, as far as we and its engine know, and its engine queues nothing."""
+        _, queued, held = self.report or (0, 0, 0)
+        return not queued and max(self.kv_held, held) + tokens <= self.kv_tokens
 
     def has_slot(self, overload: float) -> bool:
         """Whether one more call may be given to it."""

@@ -70,7 +70,15 @@ def snapshot(machine: Scheduler) -> dict[str, Any]:
         "prefixes": tuple(w.prefixes.items()),
         "ledger": _ledger(w.ledger),
         "sums": _sums(w),
-        "growth": (w.growth, w.growth_at, w.ended_contexts, w.ended_sessions, w.switches, w.step_opened),
+        "growth": (
+            w.growth,
+            w.growth_at,
+            w.reported_growth,
+            w.ended_contexts,
+            w.ended_sessions,
+            w.switches,
+            w.step_opened,
+        ),
         "history": (tuple(w.durations), tuple(w.recent), w.call_s, w.arrivals, w.admissions),
         "costs": w.costs.snapshot(),
         "deadlines": tuple(sorted(w.deadlines)),
@@ -85,7 +93,7 @@ def _cell(cell: Cell) -> tuple[Any, ...]:
         tuple(cell.sessions),
         (cell.calling, cell.kv_held, cell.moves_out, cell.quiet),
         None if cell.lease is None else cell.lease.id,
-        (cell.report, cell.since, cell.role_since),
+        (cell.report, cell.growth_tps, cell.since, cell.role_since),
     )
 
 

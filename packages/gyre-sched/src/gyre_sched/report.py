@@ -10,9 +10,9 @@ import json
 from typing import Any
 
 from .plan import Plan, Row
-from .sim.run import SimResult
+from .sim.result import SimResult
 
-__all__ = ["as_html", "as_json", "as_text"]
+__all__ = ["as_html", "as_json", "as_text", "published"]
 
 COLOURS = {
     "ROLLOUT": "#4c8bf5",
@@ -73,18 +73,36 @@ def _verdict(plan: Plan) -> list[str]:
         gain = min(plan.ratio("static", "elastic"), plan.ratio("colocate", "elastic"))
         worth = "worth it" if gain > 1.05 else "not worth the trouble"
         out.append(f"against the better baseline it is {gain:.2f}x: {worth}")
+    out += [
+        f"published {pair['pair']}: {pair['published']:.2f} ({pair['source']}); predicted {pair['predicted']:.2f} "
+        f"({pair['off']:+.0%}{'' if pair['fitted'] else ', not fitted'})"
+        for pair in published(plan)
+    ]
     if plan.preset is not None:
-        for pair in plan.preset.published:
-            if {pair.worse, pair.better} - {"elastic"} <= names:
-                ours = plan.ratio(pair.worse, pair.better)
-                off = ours / pair.ratio - 1.0
-                out.append(
-                    f"published {pair.worse}/{pair.better}: {pair.ratio:.2f} ({pair.source}); predicted {ours:.2f} "
-                    f"({off:+.0%})"
-                )
-        out.append(f"fitted: {plan.preset.fitted}")
-        if plan.preset.assumed:
-            out.append(f"assumed: {plan.preset.assumed}")
+        known = {"fitted": plan.preset.fitted, "taken": plan.preset.taken, "assumed": plan.preset.assumed}
+        out += [f"{how}: {what}" for how, what in known.items() if what]
+    return out
+
+
+def published(plan: Plan) -> list[dict[str, Any]]:
+    """The preset's published pairs beside what was predicted. ``off``: relative error; ``fitted``: whether parameters
+    were chosen so that it comes out.
+    """
+    out: list[dict[str, Any]] = []
+    names = {r.name for r in plan.rows}
+    for pair in () if plan.preset is None else plan.preset.published:
+        if {pair.worse, pair.better} - {"elastic"} <= names:
+            ours = plan.ratio(pair.worse, pair.better)
+            out.append(
+                {
+                    "pair": f"{pair.worse}/{pair.better}",
+                    "published": pair.ratio,
+                    "predicted": ours,
+                    "off": ours / pair.ratio - 1.0,
+                    "fitted": pair.fitted,
+                    "source": pair.source,
+                }
+            )
     return out
 
 
@@ -104,12 +122,15 @@ def _row(plan: Plan, row: Row) -> dict[str, Any]:
         "staleness": list(r.staleness),
         "cut": r.cut,
         "executions": r.executions,
+        "lost_cells": r.lost_cells,
+        "computed_again": r.computed_again,
         "vs_bound": r.seconds / plan.bound.without(r.skipped_cell_s, plan.cells),
     }
 
 
 def as_json(plan: Plan) -> str:
     """One JSON object."""
+    preset = plan.preset
     data = {
         "name": plan.name,
         "about": plan.about,
@@ -117,8 +138,11 @@ def as_json(plan: Plan) -> str:
         "steps": plan.steps,
         "rows": [_row(plan, row) for row in plan.rows],
         "bound": {"seconds": plan.bound.seconds, "work_s": plan.bound.work_s, "chain_s": plan.bound.chain_s},
+        "published": published(plan),
         "verdict": _verdict(plan),
     }
+    if preset is not None:
+        data["preset"] = {"fitted": preset.fitted, "taken": preset.taken, "assumed": preset.assumed}
     return json.dumps(data)
 
 

@@ -34,10 +34,10 @@ def choose(w: World, session: Session, prefix: tuple[int, ...]) -> tuple[Cell, s
             cell = w.rollout.members.get(order)
             if cell is None or not serves(cell, session) or not cell.has_slot(overload):
                 continue
-            if cell.load() <= limit + 1.0 / cell.slots and cell.kv_held + need <= cell.kv_tokens:
+            if cell.load() <= limit + 1.0 / cell.slots and cell.roomy(need):
                 return cell, f"holds {length} blocks of its prefix"
     version = session.execution.group.version
-    least = w.rollout.least(version, lambda c: c.has_slot(overload) and c.kv_held + need <= c.kv_tokens)
+    least = w.rollout.least(version, lambda c: c.has_slot(overload) and c.roomy(need))
     if least is None:
         least = w.rollout.least(version, lambda c: c.has_slot(overload))
     return None if least is None else (least, "least loaded")
@@ -49,7 +49,7 @@ def crowded(w: World, session: Session, home: Cell) -> bool:
     here = home.calling + home.moves_in
     if not balance or here * members < w.calling + 2 * members:
         return False
-    other = w.rollout.least(session.execution.group.version, lambda c: c.kv_held + session.context <= c.kv_tokens)
+    other = w.rollout.least(session.execution.group.version, lambda c: c.roomy(session.context))
     if other is None or other is home:
         return False
     gain = balance * w.call_s * (here - other.calling - other.moves_in - 1) / (here + 1)

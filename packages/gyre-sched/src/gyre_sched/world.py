@@ -122,6 +122,8 @@ class World:
         """Running executions without a session."""
         self.growth = 0.0
         self.growth_at = 0.0
+        self.reported_growth = 0.0
+        """Of the rollout cells whose engines say it."""
         self.ended_contexts = 0.0
         self.ended_sessions = 0
 
@@ -151,6 +153,8 @@ class World:
             self.rollout.remove(cell)
             self.slots -= cell.slots
             self.kv_tokens -= cell.kv_tokens
+            self.reported_growth -= cell.growth_tps
+            cell.growth_tps, cell.report = 0.0, None
         elif old is S.TRAIN:
             self.trainers.pop(cell.order, None)
             self.idle.pop(cell.order, None)
@@ -256,7 +260,7 @@ class World:
             self.growth_at = self.now
 
     def growth_now(self) -> float:
-        """Tokens per second by which the running contexts grow, averaged over the last minute or so."""
+        """Tokens per second by which the running contexts grew at their calls' ends, averaged over a minute or so."""
         return self.growth * math.exp((self.growth_at - self.now) / _GROWTH_TAU)
 
     def ran(self, seconds: float) -> None:
@@ -281,7 +285,7 @@ class World:
         ahead = self.unstarted + self.bare
         slots = calls + self.config.pause_weight * paused + ahead
         mean = self.ended_contexts / self.ended_sessions if self.ended_sessions else 0.0
-        grown = self.growth_now() * self.config.growth_horizon_s
+        grown = max(self.growth_now(), self.reported_growth) * self.config.growth_horizon_s
         return slots, self.kv_held + grown + ahead * mean * 0.5
 
     def utilisation(self, without: Cell | None = None, more: tuple[int, int] = (0, 0)) -> float:

@@ -25,6 +25,8 @@ class Published:
     better: str
     ratio: float
     source: str
+    fitted: bool = False
+    """Whether the preset's parameters were chosen so that this ratio comes out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Preset:
     workload: Shape
     published: tuple[Published, ...] = ()
     fitted: str = "nothing"
+    taken: str = ""
+    """What was published about it and used as it is, or taken from figures for something else."""
     assumed: str = ""
     cut_tail_share: float = 0.0
     """Share of a step that the elastic rows with cutting may cut and score partially."""
@@ -49,16 +53,17 @@ _QWENGYRE = Preset(
         cells=16,
         slots=18,
         kv_tokens=20_000_000,
-        step_s=0.04095,
-        seq_s=0.0001365,
-        prefill_tps=43_810.0,
+        step_s=0.040941,
+        seq_s=0.00013647,
+        prefill_tps=43_820.0,
         prefill_q=1e-6,
-        train_tps=533.3,
+        train_tps=533.42,
         kv_bytes_per_token=98_304.0,
         link_bytes_per_s=400e9,
         to_train_s=11.0,
         to_rollout_s=11.0,
         sync_s=16.0,
+        sync_pause=1.0,
         apply_s=10.0,
     ),
     workload=Shape(
@@ -74,7 +79,7 @@ _QWENGYRE = Preset(
         fed=45_000.0,
         sampled=14_000.0,
         token_sigma=0.05,
-        pause_s=199.5,
+        pause_s=199.454,
         pause_sigma=0.2,
         batch_tokens=25_000,
     ),
@@ -87,7 +92,11 @@ _QWENGYRE = Preset(
         "static split takes 134.55 h; train_tps against sampling so that colocation takes 1.85/1.78 of that; "
         "and the length of the tail (task_sigma, max_turns) within what is published about agents' lengths"
     ),
-    assumed="16 cells; a turn stands for about 40 real ones; switches and syncs as published for smaller models",
+    taken=(
+        "48 steps and lengths of 0.7 to 1 million tokens as published; switch 11 s and sync 16 s as published for "
+        "smaller models; 98,304 bytes of KV a token as of Qwen3-30B-A3B"
+    ),
+    assumed="16 cells of 18 slots, 32 groups of 4, staleness 1; a turn stands for about 40 real ones",
     cut_tail_share=0.2,
 )
 
@@ -105,6 +114,7 @@ _VERL_SWITCH = Preset(
         to_train_s=15.0,
         to_rollout_s=12.0,
         sync_s=8.0,
+        sync_pause=1.0,
     ),
     workload=Shape(
         steps=12,
@@ -120,7 +130,8 @@ _VERL_SWITCH = Preset(
         pause_s=0.0,
     ),
     published=(Published("static", "switching", 1.115, "13.15 h to 11.79 h for 100 steps (-10.3 %)"),),
-    assumed="batch of 256 answers, mean 9k tokens, cells of 4 GPUs",
+    taken="the ratio; 24 H100, a 35B-A3B model, answers of at most 32k tokens",
+    assumed="batch of 256 answers, mean 9k tokens, cells of 4 GPUs; speeds, switches and syncs",
 )
 
 _VERL_V1 = Preset(
@@ -137,9 +148,11 @@ _VERL_V1 = Preset(
         to_train_s=15.0,
         to_rollout_s=12.0,
         sync_s=8.0,
+        sync_pause=1.0,
     ),
     workload=_VERL_SWITCH.workload,
     published=(Published("colocate-sync", "static", 1.616, "22.79 h to 14.10 h for 150 steps"),),
+    taken="the ratios; 4 nodes, the same model",
     assumed="as verl-switch, with 8 cells of 4 GPUs",
 )
 
@@ -157,6 +170,7 @@ _VERL_DYNAMIC = Preset(
         to_train_s=15.0,
         to_rollout_s=12.0,
         sync_s=8.0,
+        sync_pause=1.0,
     ),
     workload=Shape(
         steps=10,
@@ -173,7 +187,8 @@ _VERL_DYNAMIC = Preset(
         pause_s=0.0,
     ),
     published=(Published("static", "elastic", 1.12, "about 12 %"),),
-    assumed="cells of 4 GPUs, answers of 6k tokens",
+    taken="the ratio; 24+8 against 16+16 H20",
+    assumed="cells of 4 GPUs, answers of 6k tokens; speeds, switches and syncs",
 )
 
 _ROLLPACKER = Preset(
@@ -190,6 +205,7 @@ _ROLLPACKER = Preset(
         to_train_s=8.0,
         to_rollout_s=8.0,
         sync_s=5.0,
+        sync_pause=1.0,
     ),
     workload=Shape(
         steps=10,
@@ -205,7 +221,8 @@ _ROLLPACKER = Preset(
         pause_s=0.0,
     ),
     published=(Published("colocate-sync", "elastic", 2.3, "2.03 to 2.56x"),),
-    assumed="cells of 8 GPUs, answers of 6k tokens with a tail to 36k",
+    taken="the ratio (the middle of the published range); up to 128 H800",
+    assumed="cells of 8 GPUs, answers of 6k tokens with a tail to 36k; speeds, switches and syncs",
 )
 
 _LAMINAR = Preset(
@@ -238,7 +255,8 @@ _LAMINAR = Preset(
         pause_s=3.0,
     ),
     published=(Published("colocate-sync", "elastic", 5.48, "up to 5.48x"),),
-    assumed="cells of 16 GPUs, tool-using agents with 6k tokens",
+    taken="the ratio (the largest published one); 1,024 GPUs",
+    assumed="cells of 16 GPUs, tool-using agents with 6k tokens; speeds, switches, syncs beside sampling",
 )
 
 _HEDDLE = Preset(
@@ -255,6 +273,7 @@ _HEDDLE = Preset(
         to_train_s=8.0,
         to_rollout_s=8.0,
         sync_s=5.0,
+        sync_pause=1.0,
     ),
     workload=Shape(
         steps=8,
@@ -271,7 +290,8 @@ _HEDDLE = Preset(
         pause_sigma=1.5,
     ),
     published=(Published("colocate-sync", "elastic", 2.5, "up to 2.5x rollout throughput"),),
-    assumed="tool pauses with the published quartiles, contexts of 15k tokens",
+    taken="the ratio (the largest published one, of rollout alone); tool pauses of about the published quartiles",
+    assumed="8 cells, contexts of 15k tokens; speeds, switches and syncs",
 )
 
 _LAPTOP = Preset(
