@@ -131,17 +131,16 @@ class Layout:
         s = self.shape
         queries, size, groups = s.heads // s.kv_heads, s.head_dim, self._span(s.kv_heads)
         per_group = (queries + 2) * size
-        found = []
-        for name, first, count in (("q", 0, queries), ("k", queries, 1), ("v", queries + 1, 1)):
+
+        def part(name: str, first: int, count: int) -> Part:
             rows, width = slice(first * size, (first + count) * size), count * size
-            found.append(
-                Part(
-                    f"{top}self_attn.{name}_proj.{kind}",
-                    lambda full, width=width: full.view(s.kv_heads, width, *full.shape[1:])[groups],
-                    lambda local, rows=rows: local.view(-1, per_group, *local.shape[1:])[:, rows],
-                )
+            return Part(
+                f"{top}self_attn.{name}_proj.{kind}",
+                lambda full: full.view(s.kv_heads, width, *full.shape[1:])[groups],
+                lambda local: local.view(-1, per_group, *local.shape[1:])[:, rows],
             )
-        return found
+
+        return [part("q", 0, queries), part("k", queries, 1), part("v", queries + 1, 1)]
 
     def _stacked(self, top: str, width: int) -> list[Part]:
         rows, each = self._span(width), width // self.ranks

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="import-not-found, misc"
 """A causal model of Megatron-Core's parts for trees: its embedding, its transformer block, an own core attention.
 
 `GPTModel` ignores positions for rope and computes logits; here positions run along each path, attention is gyre-loss's

@@ -1,0 +1,47 @@
+"""Megatron-Core passes the trainers' suite: families, and the ways to split a model that are offered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gyre_core import ComponentContext, WeightSource
+from gyre_core.testing.trainers import TrainerConformance, TrainerRig
+from gyre_megatron.options import MegatronTrainerOptions
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
+
+SPLITS = ["qwen3", "qwen3-dp2", "qwen3-tp2", "qwen3-pp3", "qwen3-untied-tp2-dp2", "qwen2-tp2", "llama3"]
+"""Tiny model, tensor-, pipeline- and data-parallel ranks."""
+
+
+class TestMegatron(TrainerConformance):
+    @pytest.fixture(
+        params=["qwen3", "qwen3-dp2", "qwen3-tp2", "qwen3-pp3", "qwen3-untied-tp2-dp2", "qwen2-tp2", "llama3"]
+    )
+    def rig(
+        self,
+        request: pytest.FixtureRequest,
+        python: str,
+        folder_of: Callable[..., Path],
+        context: ComponentContext,
+        batches: Any,
+        oracle: Any,
+        pooled: Any,
+    ) -> TrainerRig:
+        words = request.param.replace("-untied", "_untied").split("-")
+        split = {word[:2]: int(word[2:]) for word in words[1:]}
+        tensor, pipeline = split.get("tp", 1), split.get("pp", 1)
+        options = MegatronTrainerOptions(
+            python=python, cpu_shim=True, tensor_parallel=tensor, pipeline_parallel=pipeline,
+            ranks=tensor * pipeline * split.get("dp", 1), learning_rate=1e-2,
+        )  # fmt: skip
+        return TrainerRig(
+            lambda: pooled(options, context),
+            WeightSource(0, str(folder_of(words[0].replace("_", "-")))),
+            batches(count=8),
+            oracle,
+            trials=3,
+        )
