@@ -262,10 +262,9 @@ def measure(plan: Plan, steps: int, folder: Path) -> dict[str, Any]:
     """All figures."""
     core = Core(plan, folder)
     try:
-        copy_s = []
-        for cell in core.cells:
+        for cell in core.cells:  # all at once, as they join
             cell.pipe.send(("copy", core.published))
-            copy_s.append(cell.pipe.recv())
+        copy_s = [cell.pipe.recv() for cell in core.cells]
         core.step("midway")  # first touches
         for cell in core.cells:
             cell.join_s.clear()
@@ -315,12 +314,12 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
-    parser.add_argument("--parameters", type=int, default=32 << 20)
+    parser.add_argument("--parameters", type=int, default=16 << 20)
     parser.add_argument("--satellites", type=int, default=3)
     parser.add_argument("--batches", type=int, default=40)
     parser.add_argument("--batch-s", type=float, default=0.25)
     parser.add_argument("--free-s", type=float, default=4.0)
-    parser.add_argument("--lease", type=int, default=2)
+    parser.add_argument("--lease", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
     plan = Plan(args.parameters, args.satellites, args.batches, args.batch_s, args.free_s, args.lease)

@@ -1,7 +1,7 @@
 """A policy version from trainer memory to engine memory on one machine, each way beside a plain copy.
 
-A plain copy uses the same medium: it writes the bytes of all tensors into one file (forced to disk for disk), reads
-them back into the targets and removes the file before; it has no names and no checks. Ours publishes (digests,
+A plain copy uses the same medium: it writes the bytes of all tensors into one file (forced to disk for disk), puts
+it in the place of the one before and reads it back into the targets; it has no names and no checks. Ours publishes (digests,
 manifest, atomic folder), opens, verifies and writes into the same targets, and drops the version before. `safetensors`
 is the usual way, save_file and load_file. Deltas have 2 % of the elements changed, at random. Times are the least of
 several rounds taken in turn; reads come from the page cache in all ways. Prints one JSON object as its last line.
@@ -73,12 +73,13 @@ def equal(left: Tensors, right: Tensors) -> bool:
 
 def plain_copy(source: Tensors, targets: Tensors, path: Path, flush: bool) -> None:
     """Through one file, with nothing else."""
-    path.unlink(missing_ok=True)
-    with path.open("wb", buffering=0) as writer:
+    draft = path.with_suffix(".draft")
+    with draft.open("wb", buffering=0) as writer:
         for tensor in source.values():
             write_all(writer, tensor)
         if flush:
             os.fsync(writer.fileno())
+    draft.replace(path)
     with path.open("rb", buffering=0) as reader:
         for tensor in targets.values():
             view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
@@ -94,12 +95,13 @@ def write_all(writer: Any, tensor: torch.Tensor) -> None:
 
 def usual(source: Tensors, targets: Tensors, path: Path, flush: bool) -> None:
     """save_file and load_file."""
-    path.unlink(missing_ok=True)
-    save_file(source, path)
+    draft = path.with_suffix(".draft")
+    save_file(source, draft)
     if flush:
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(draft, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
+    draft.replace(path)
     for name, tensor in load_file(path).items():
         targets[name].copy_(tensor)
 

@@ -23,6 +23,11 @@ from small import QUICKSTART, SMALL, Probe, check_counted_once, kill, processes_
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+WAYS = {"disk": (), "memory": ("trainer.handover=memory", "trainer.publish=shm")}
+"""How gradients and weights travel."""
+ways = pytest.mark.parametrize("way", WAYS)
+
+
 class Killer:
     """kill -9 of one cell at the first event that `when` accepts; `when` gives its name or None."""
 
@@ -56,13 +61,15 @@ def check_whole(summary, probe, victim: str, root: Path) -> None:
     assert processes_of(root) == []
 
 
-def test_kill_9_of_a_satellite_that_holds_a_lease(tmp_path: Path) -> None:
+@ways
+def test_kill_9_of_a_satellite_that_holds_a_lease(tmp_path: Path, way: str) -> None:
     def when(event: ev.Event) -> str | None:
         return event.cell if isinstance(event, ev.Leased) and not event.core else None
 
-    summary, probe, victim = run_with(tmp_path, when)
+    summary, probe, victim = run_with(tmp_path, when, *WAYS[way])
     check_whole(summary, probe, victim, tmp_path)
     assert summary.satellite_joins > 0
+    assert left_in_memory(tmp_path) == []
 
 
 def test_kill_9_of_a_rollout_cell_with_running_calls(tmp_path: Path) -> None:
@@ -77,19 +84,28 @@ def test_kill_9_of_a_rollout_cell_with_running_calls(tmp_path: Path) -> None:
     check_whole(summary, probe, victim, tmp_path)
 
 
-def test_kill_9_of_the_core_in_mid_step(tmp_path: Path) -> None:
+@ways
+def test_kill_9_of_the_core_in_mid_step(tmp_path: Path, way: str) -> None:
     def when(event: ev.Event) -> str | None:
         return "cell-0#1" if isinstance(event, ev.Contributed) and event.step == 1 else None
 
-    summary, probe, victim = run_with(tmp_path, when)
+    summary, probe, victim = run_with(tmp_path, when, *WAYS[way])
     check_whole(summary, probe, victim, tmp_path)
+    assert left_in_memory(tmp_path) == []
 
 
+def left_in_memory(root: Path) -> list[Path]:
+    """Roots in shared memory that belong to a run under `root`."""
+    owners = Path("/dev/shm").glob("gyre-weights-*/owner.json")
+    return [path.parent for path in owners if str(root) in path.read_text()]
+
+
+@ways
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_run_that_is_killed_whole_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_run_that_is_killed_whole_goes_on(tmp_path: Path, number: signal.Signals, way: str) -> None:
     """kill -9 and Ctrl-C in mid-step, then `gyre resume`: every group trains once, what had ended is not run again."""
     root = tmp_path / "run"
-    sets = [f"--set={item}" for item in (*SMALL, f"dir={root}")]
+    sets = [f"--set={item}" for item in (*SMALL, *WAYS[way], f"dir={root}")]
     gyre = [sys.executable, "-m", "gyre_rl"]
     first = subprocess.Popen([*gyre, "run", str(QUICKSTART), "--plain", *sets], stderr=subprocess.PIPE, text=True)
     log = RunDirectory(root).events
@@ -111,6 +127,7 @@ def test_a_run_that_is_killed_whole_goes_on(tmp_path: Path, number: signal.Signa
     _check_each_group_once(events)
     _check_nothing_ran_twice(before, events[len(before) :], root)
     assert processes_of(root) == []
+    assert left_in_memory(root) == []
 
 
 def _ended_after_first_step(log) -> int:

@@ -26,16 +26,16 @@ _COPIED = (
 )  # fmt: skip
 
 
-def model_files(source: Path, dtype: str) -> dict[str, bytes | Path]:
+def model_files(source: Path, dtype: str) -> dict[str, bytes]:
     """What a model's folder has beside its weights: config.json for `dtype`, and the tokenizer's files of `source`, a
-    folder of the same model."""
+    folder of the same model. In memory, as that folder may go before the last version is published."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
-    found: dict[str, bytes | Path] = {"config.json": json_text(config | {"dtype": dtype}).encode()}
+    found = {"config.json": json_text(config | {"dtype": dtype}).encode()}
     for pattern in _COPIED:
         for path in source.glob(pattern):
             if path.is_file():
-                found.setdefault(path.name, path)
+                found.setdefault(path.name, path.read_bytes())
     return found
 
 
@@ -44,13 +44,12 @@ def write_checkpoint(
     tensors: Mapping[str, torch.Tensor],
     optimizer: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
-    source: Path,
-    dtype: str,
+    beside: Mapping[str, bytes],
 ) -> None:
-    """Make `target` a complete checkpoint, in place of an older one."""
+    """Make `target` a complete checkpoint, in place of an older one; `beside` are the model's small files."""
     with new_folder(target) as folder:
         save_tensors(tensors, folder / WEIGHTS, {"gyre_version": str(state["version"])})
-        write_extras(folder, model_files(source, dtype), durable=False)
+        write_extras(folder, beside, durable=False)
         save_tensors(optimizer, folder / OPTIMIZER)
         files = {p.name: {"bytes": p.stat().st_size, "crc32": checksum(p)} for p in sorted(folder.iterdir())}
         write_json(folder / STATE, dict(state) | {"files": files})

@@ -56,6 +56,7 @@ class LocalTrainer:
         self._pool = ThreadPoolExecutor(1, f"gyre-local-trainer-{context.name}", self._use_threads)
         self._seed = context.seed
         self._run_dir = context.run_dir
+        self._files: dict[str, bytes] = {}
         self._publisher: Publisher | None = None
         self._memory: CoreMemory | None = None
 
@@ -98,6 +99,7 @@ class LocalTrainer:
             self._replica.start(source)
             if core:
                 self._optimizer = Optimizer(self.options, self._replica.parameters)
+                self._files = model_files(Path(source.location), self.options.dtype)
                 if self.options.handover == "memory":
                     shapes, dtype = self._replica.shapes, self._replica.sum_dtype
                     self._memory = CoreMemory(shapes, dtype, self._run_dir, self.options.handover_timeout_s)
@@ -196,9 +198,8 @@ class LocalTrainer:
                 self._publisher = Publisher(
                     options.publish, folder, keep=options.keep_versions, full_every=options.full_every
                 )
-            source = Path(self._replica.source_folder)
-            extras = model_files(source, options.dtype)
-            made = self._publisher.publish(self.version, lambda: self._replica.parameters, extras, [source])
+            spare = [self._replica.source_folder]
+            made = self._publisher.publish(self.version, lambda: self._replica.parameters, self._files, spare)
             return WeightSource(self.version, made.location, made.kind)
 
         return await self._run("publish", work)
@@ -212,8 +213,7 @@ class LocalTrainer:
             tensors = optimizer.state() | {"rng/cpu": torch.get_rng_state()}
             if self._device.type == "cuda":
                 tensors["rng/cuda"] = torch.cuda.get_rng_state(self._device)
-            source = Path(self._replica.source_folder)
-            write_checkpoint(Path(folder), self._replica.parameters, tensors, state, source, self.options.dtype)
+            write_checkpoint(Path(folder), self._replica.parameters, tensors, state, self._files)
 
         await self._run("save", work)
 
