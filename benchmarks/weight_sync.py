@@ -1,10 +1,11 @@
 """A policy version from trainer memory to engine memory on one machine, each way beside a plain copy.
 
-A plain copy uses the same medium: it writes the bytes of all tensors into one file (forced to disk for disk), puts
-it in the place of the one before and reads it back into the targets; it has no names and no checks. Ours publishes (digests,
-manifest, atomic folder), opens, verifies and writes into the same targets, and drops the version before. `safetensors`
-is the usual way, save_file and load_file. Deltas have 2 % of the elements changed, at random. Times are the least of
-several rounds taken in turn; reads come from the page cache in all ways. Prints one JSON object as its last line.
+A plain copy uses the same medium: it writes the bytes of all tensors into one file (forced to disk for disk), puts it
+in the place of the one before and reads it back into the targets; it has no names and no checks. Ours publishes
+(digests, manifest, atomic folder), opens, verifies and writes into the same targets, and drops the version before.
+`safetensors` is the usual way, save_file and load_file. Deltas have 2 % of the elements changed, at random. Times are
+the least of several rounds taken in turn; reads come from the page cache in all ways. Prints one JSON object as its
+last line.
 """
 
 from __future__ import annotations
