@@ -205,3 +205,29 @@ class DockerOptions:
                 got=repr(self.workdir),
                 expected="an absolute path without a slash at its end",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class SweRexOptions:
+    """Sandbox `swe-rex`: where its servers are. Either servers that run already, or a program that starts one."""
+
+    urls: tuple[str, ...] = ()
+    """Servers that run, such as "http://box-7:8000", used in turn. Workspaces behind one server are folders beside one
+    another: give each server to one run, and know that they are not isolated from each other."""
+    token: str = ""
+    """Of those servers."""
+    start: tuple[str, ...] = ("swerex-remote", "--auth-token", "{token}", "--port", "{port}")
+    """Without `urls`: starts a server for each workspace, reached on this host's loopback at `{port}`; a container
+    client's `run` with that port published, for instance. The default isolates nothing."""
+    workdir: str = "/tmp/gyre-rex"
+    """On the far side, which needs sh, setsid, realpath, find, tar and base64."""
+    start_s: float = 180.0
+    """Seconds until a server must answer."""
+
+    def __post_init__(self) -> None:
+        owner = "the sandbox 'swe-rex'"
+        _positive(owner, start_s=self.start_s)
+        if not self.urls and not self.start:
+            raise ConfigError(f"reading {owner}", got="neither urls nor start", expected="one of them")
+        if not self.workdir.startswith("/"):
+            raise ConfigError(f"reading {owner} option 'workdir'", got=repr(self.workdir), expected="an absolute path")

@@ -52,4 +52,12 @@ def gyre_register() -> Iterable[Registration]:
             f"{_OPTIONS}:DockerOptions",
             "containers, driven by the docker command line",
         ),
+        Registration(
+            Kind.SANDBOX,
+            "swe-rex",
+            "gyre_harnesses.sandbox.rex:SweRexSandbox",
+            f"{_OPTIONS}:SweRexOptions",
+            "folders behind swe-rex servers, wherever those run",
+            requires=("aiohttp",),
+        ),
     ]

@@ -207,7 +207,7 @@ class DockerWorkspace:
             ran = await _client(self._exec(argv, {}, "/"), b"", _CLIENT_S, self._options.snapshot_bytes)
         if ran.code != 0 or ran.dropped:
             raise self._broken("saving the workspace", ran)
-        await asyncio.to_thread(_put, location, ran.out)
+        await asyncio.to_thread(put_archive, location, ran.out)
 
     async def fill(self, archive: bytes) -> None:
         """Unpack a tar archive into the folder, as the user that commands run as."""
@@ -224,7 +224,8 @@ class DockerWorkspace:
             await _client([self._options.client, "rm", "-f", "-v", self._container], b"", _CLIENT_S, 1000)
 
 
-def _put(location: str, data: bytes) -> None:
+def put_archive(location: str, data: bytes) -> None:
+    """Write a snapshot, whole or not at all."""
     partial = f"{location}.{os.getpid()}.partial"
     try:
         with open(partial, "wb") as file:
@@ -292,7 +293,7 @@ class DockerSandbox:
     async def restore(self, name: str, location: str) -> DockerWorkspace:
         """A container whose folder is as `DockerWorkspace.snapshot` left it."""
         try:
-            archive = await asyncio.to_thread(_get, location)
+            archive = await asyncio.to_thread(get_archive, location)
         except (OSError, tarfile.TarError) as error:
             raise InfrastructureError(f"restoring a workspace from {location}", got=str(error)) from error
         return await self._start(name, archive)
@@ -303,7 +304,8 @@ class DockerSandbox:
         self._made.clear()
 
 
-def _get(location: str) -> bytes:
+def get_archive(location: str) -> bytes:
+    """Read a snapshot; tarfile.TarError when it is none."""
     with open(location, "rb") as file:
         data = file.read()
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
