@@ -195,7 +195,7 @@ def test_a_package_imports_only_what_it_declares(member):
 
 
 OPTIONAL = {
-    "gyre-harnesses": ("minisweagent",),
+    "gyre-harnesses": ("minisweagent", "verifiers"),
     "gyre-loss": ("transformers", "triton"),
     "gyre-kvxfer": ("cupy", "nixl", "nixl_cu12", "torch", "vllm", "cuda"),
     "gyre-tito": ("transformers", "pyarrow", "uvloop"),

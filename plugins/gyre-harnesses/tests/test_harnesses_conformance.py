@@ -37,12 +37,14 @@ class TestLocalNamespaces(SandboxConformance, IsolationConformance):
         return local(tmp_path, "namespaces")
 
 
+@pytest.mark.slow  # the default run holds the level of namespaces to the suite
 class TestLocalLandlock(SandboxConformance, IsolationConformance):
     @pytest.fixture
     def make_sandbox(self, tmp_path):
         return local(tmp_path, "landlock")
 
 
+@pytest.mark.slow  # the default run holds the level of namespaces to the suite
 class TestLocalPlain(SandboxConformance):
     @pytest.fixture
     def make_sandbox(self, tmp_path):

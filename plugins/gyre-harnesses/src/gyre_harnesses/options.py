@@ -231,3 +231,42 @@ class SweRexOptions:
             raise ConfigError(f"reading {owner}", got="neither urls nor start", expected="one of them")
         if not self.workdir.startswith("/"):
             raise ConfigError(f"reading {owner} option 'workdir'", got=repr(self.workdir), expected="an absolute path")
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiersOptions:
+    """Harness and task set `verifiers`: which environment of the package, and where it is installed. Both take the same
+    options, so that the one plays what the other lists."""
+
+    environment: str = ""
+    """Id of an installed environment (in the package's words: of its taskset). Needed."""
+    python: str | None = None
+    """Interpreter of an environment that has verifiers 0.4 and the environment's package; None: this one."""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    """Further keys of the environment's `taskset` table."""
+    harness: str = "null"
+    """The package's harness that plays the one agent; "null" is its plain chat loop."""
+    runtime: str = "subprocess"
+    """Where the package runs that harness: "subprocess" is this host, without isolation; "docker" and others as it has
+    them."""
+    table: Mapping[str, object] = field(default_factory=dict)
+    """Keys of the package's `env` table that replace the ones made of the options above."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the clean environment of its process, PATH for instance, where it finds uv."""
+    heldout_one_in: int = 5
+    most_tasks: int = 10_000
+    """Tasks that are listed at most; environments may have no end."""
+
+    def __post_init__(self) -> None:
+        _positive("'verifiers'", heldout_one_in=self.heldout_one_in, most_tasks=self.most_tasks)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiersScorerOptions:
+    """Scorer `verifiers`."""
+
+    best: float = 1.0
+    """The sum of rewards that counts as a score of 1."""
+
+    def __post_init__(self) -> None:
+        _positive("the scorer 'verifiers'", best=self.best)

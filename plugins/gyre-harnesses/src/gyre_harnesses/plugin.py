@@ -39,6 +39,28 @@ def gyre_register() -> Iterable[Registration]:
             requires=("aiohttp",),
         ),
         Registration(
+            Kind.HARNESS,
+            "verifiers",
+            "gyre_harnesses.verifiers_env.harness:VerifiersHarness",
+            f"{_OPTIONS}:VerifiersOptions",
+            "plays environments of the package verifiers, unchanged",
+            requires=("aiohttp",),
+        ),
+        Registration(
+            Kind.TASKSET,
+            "verifiers",
+            "gyre_harnesses.verifiers_env.tasks:VerifiersTaskSet",
+            f"{_OPTIONS}:VerifiersOptions",
+            "the tasks of an environment of the package verifiers",
+        ),
+        Registration(
+            Kind.SCORER,
+            "verifiers",
+            "gyre_harnesses.verifiers_env.tasks:VerifiersScorer",
+            f"{_OPTIONS}:VerifiersScorerOptions",
+            "the rewards that the environment's own functions gave",
+        ),
+        Registration(
             Kind.SANDBOX,
             "local",
             "gyre_harnesses.sandbox.local:LocalSandbox",

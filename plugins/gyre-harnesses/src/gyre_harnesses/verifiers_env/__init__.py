@@ -1,0 +1,1 @@
+"""Environments of the package verifiers: their tasks, their agents, their rewards."""
