@@ -51,5 +51,6 @@ class CellLostError(InfrastructureError):
 
 
 class ContextLengthError(GyreError, ValueError):
-    """A prompt does not fit the engine's context (or its whole KV pool): the agent's limit, not our fault. A ValueError,
-    as every request is that can never run."""
+    """A prompt does not fit the engine's context (or its whole KV pool): the agent's limit, not our fault.
+
+    A ValueError, as every request is that can never run."""
