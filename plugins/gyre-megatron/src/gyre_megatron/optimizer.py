@@ -55,6 +55,7 @@ class Optimizer:
             for group in inner.param_groups:
                 group["lr"] = rate
         done, _, _ = self._whole.step()
+        self._whole.zero_grad()  # parameters hold their main_grad as .grad: the next backward would add it twice
         if not done:
             raise RuntimeError("Megatron's optimizer did not step though every gradient is finite")
 
