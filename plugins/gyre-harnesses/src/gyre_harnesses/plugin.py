@@ -60,6 +60,12 @@ def gyre_register() -> Iterable[Registration]:
             f"{_OPTIONS}:VerifiersScorerOptions",
             "the rewards that the environment's own functions gave",
         ),
+        *_sandboxes(),
+    ]
+
+
+def _sandboxes() -> list[Registration]:
+    return [
         Registration(
             Kind.SANDBOX,
             "local",
