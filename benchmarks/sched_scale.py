@@ -1,11 +1,12 @@
 """What an event costs the machine, how that grows, and how fast the simulator is against SimPy.
 
-``machine``: 100 and 2,000 cells with 100 live sessions each; the mix of a run (calls asked for and
-answered, half of the sessions in a call, executions that end, load reports, ticks), each ``handle`` timed. ``memory``:
-allocations per session, by tracemalloc. ``simulator``: the same model, with the same machine deciding, on
-this package's engine and on SimPy, where every call is a process that is interrupted when the speed of its
-cell changes; both end at the
-same virtual time up to the order of simultaneous events. Prints one JSON object as its last line.
+``machine``: 2,000 cells with 200,000 live sessions, against as many sessions on 100 (larger) cells, and against 100
+cells with 10,000 sessions, where the machine's memory fits into the processor's caches; the mix of a run (calls asked
+for and answered, half of the sessions in a call, executions that end, load reports, ticks), each ``handle`` timed.
+``memory``: allocations per session, by tracemalloc. ``simulator``: the same model, with the same machine deciding, on
+this package's engine and on SimPy, where every call is a process that is interrupted when the speed of its cell
+changes; both end at the same virtual time up to the order of simultaneous events. Prints one JSON object as its last
+line.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ class Load:
         self.rng = random.Random(cells)
         self.asking: list[str] = []
         self.calling: list[str] = []
+        self.pace = 1.0 / sessions
+        """Seconds between events: every session at the same pace, however many there are."""
         self.context: dict[str, int] = {}
         self.arrivals: deque[tuple[int, str]] = deque()
+        slots = max(128, 128 * sessions // (100 * cells))
         self.cells = [CellId(f"c{i}") for i in range(cells)]
         for i, cell in enumerate(self.cells):
             role = Role.ROLLOUT if i else Role.TRAIN
-            self.tell(e.CellJoined(0.0, cell, role, 128, 50_000_000, core=i == 0))
+            self.tell(e.CellJoined(0.0, cell, role, slots, 400_000 * slots, core=i == 0))
         self.members: list[tuple[str, str]] = []
         for g in range(groups):
             self.tell(e.GroupQueued(self.t, f"g{g}", GROUP))
@@ -78,7 +82,7 @@ class Load:
 
     def next_event(self) -> e.Event:
         """Mostly calls; now and then the rest."""
-        self.t += 1e-4
+        self.t += self.pace
         if self.arrivals:
             move, session = self.arrivals.popleft()
             return e.MoveDone(self.t, move, session, True, 10**8, 1000, 0.1)
@@ -111,10 +115,10 @@ class Load:
         return names.pop()
 
 
-def event_cost(cells: int, events: int) -> dict[str, float]:
-    load = Load(cells, cells * 100)
+def event_cost(cells: int, sessions: int, events: int) -> dict[str, float]:
+    load = Load(cells, sessions)
     load.fill()
-    for _ in range(cells * 100):
+    for _ in range(sessions):
         load.tell(load.next_event())
     gc.collect()
     gc.freeze()
@@ -284,14 +288,18 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=100_000)
     parser.add_argument("--cells", type=int, default=2000, help="the larger cluster")
     args = parser.parse_args()
-    small, large = event_cost(100, args.events), event_cost(args.cells, args.events)
+    sessions = args.cells * 100
+    small, large = event_cost(100, 10_000, args.events), event_cost(args.cells, sessions, args.events)
+    few = event_cost(100, sessions, args.events)
     out = {
         "benchmark": "sched_scale",
         "hardware": f"{platform.machine()}, one process, Python {platform.python_version()}",
         "small": {k: round(v, 2) for k, v in small.items()},
         "large": {k: round(v, 2) for k, v in large.items()},
+        "few_cells": {k: round(v, 2) for k, v in few.items()},
         "p99_event_us": round(large["p99_us"], 2),
-        "cost_ratio_large_to_small": round(large["trimmed_mean_us"] / small["trimmed_mean_us"], 3),
+        "cost_ratio_by_cells": round(large["trimmed_mean_us"] / few["trimmed_mean_us"], 3),
+        "cost_ratio_by_cells_and_sessions": round(large["trimmed_mean_us"] / small["trimmed_mean_us"], 3),
         "bytes_per_session": round(memory_per_session(), 1),
     }
     try:
