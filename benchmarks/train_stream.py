@@ -9,7 +9,8 @@ several cells. The core works from the start of each step. Satellites sample unt
   midway     satellites take the snapshot when they are free and lease what is left, gradients go over in memory
 
 `join_over_transfer` is the time from "you are free" to the first micro-batch, over that of a plain copy of the
-snapshot's bytes into the same memory. Every step's sum is checked. Prints one JSON object as its last line.
+snapshot's bytes into the same memory; snapshots are verified while they are copied (`--verify before` reads them twice
+and changes nothing if they are damaged). Every step's sum is checked. Prints one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Plan:
     batch_s: float
     free_s: float
     lease: int
+    verify: str
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Sixteen matrices."""
@@ -106,7 +108,7 @@ def satellite(plan: Plan, endpoint: Endpoint, pipe: Any) -> None:
     while (word := pipe.recv()) is not None:
         if word[0] == "join":
             began = time.perf_counter()
-            held = apply(word[1], weights)
+            held = apply(word[1], weights, verify=plan.verify)
             pipe.send(("joined", held.version, time.perf_counter() - began))
         elif word[0] == "copy":
             pipe.send(plain_copy(word[1], weights))
@@ -262,10 +264,10 @@ def measure(plan: Plan, steps: int, folder: Path) -> dict[str, Any]:
     """All figures."""
     core = Core(plan, folder)
     try:
+        core.step("midway")  # first touches
         for cell in core.cells:  # all at once, as they join
             cell.pipe.send(("copy", core.published))
         copy_s = [cell.pipe.recv() for cell in core.cells]
-        core.step("midway")  # first touches
         for cell in core.cells:
             cell.join_s.clear()
             cell.first_work_s.clear()
@@ -320,9 +322,10 @@ def main() -> None:
     parser.add_argument("--batch-s", type=float, default=0.25)
     parser.add_argument("--free-s", type=float, default=4.0)
     parser.add_argument("--lease", type=int, default=3)
+    parser.add_argument("--verify", default="during", choices=["before", "during"], help="of snapshots")
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
-    plan = Plan(args.parameters, args.satellites, args.batches, args.batch_s, args.free_s, args.lease)
+    plan = Plan(args.parameters, args.satellites, args.batches, args.batch_s, args.free_s, args.lease, args.verify)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(plan, args.steps, Path(folder) / "weights")
     result = {"benchmark": "train_stream", **found, "plan": plan.__dict__, "hardware": hardware()}
