@@ -1,23 +1,25 @@
 """Tree computation against per-branch packing of the same data, for several degrees of sharing.
 
-    python benchmarks/loss_tree.py [--json] [--tokens 32768] [--gpu]
+    python benchmarks/loss_tree.py [--json] [--tokens 32768] [--repeats 5] [--gpu]
 
 Data: one prompt (``shared`` of a branch's length) and ``--branches`` branches below it, so that sharing, 1 - tree
 tokens / branch tokens, is what is asked for. ``ideal`` is branch tokens / tree tokens. Measured, forward and backward
 in one run, in turns, on the same model:
 
-- ours: ``accumulate(method="packed")``; - packing: each root-to-leaf path as a sequence, paths packed into rows of
-one batch and kept apart by variable-length attention
-  (the library's own causal kernel per path; the usual way to train such data), each token's loss counted once;
+- ours: ``accumulate(method="packed")``;
+- packing: each root-to-leaf path as a sequence, paths packed into rows of one batch and kept apart by variable-length
+  attention (the library's own causal kernel per path; the usual way to train such data), each token's loss once;
 - dense: one sequence with a dense tree mask given to the model's own masked attention (the tree-training approach of
   several public repositories);
 - prefix grouping: the branches' common prompt once, everything below it as rows (one level of sharing), which for
-these
-  two-level trees is given its best case; for the nested forest (``nested_*``) it shares only the first level.
+  these two-level trees is given its best case; for the nested forest (``nested_*``) it shares only the first level.
 
-``speedup_S`` = packing seconds / ours; ``min_speedup_over_ideal`` = min over S of speedup / ideal;
+``speedup_S`` = packing seconds / ours, the median over turns of the ratio within a turn, so that a machine that is
+slow for a while is slow for both; ``spread_S`` its least and greatest. Attention sees (query, key) pairs, not tokens,
+and a shared prompt is looked at by every tail: ``ideal_S`` = branch tokens / tree tokens is what the rest of the
+model can gain, ``pairs_S`` what attention can. ``min_speedup_over_ideal`` = min over S of speedup / ideal;
 ``max_rel_grad_err`` of ours against packing; ``mem_ratio`` = peak extra memory of ours / of packing at the highest
-sharing.
+sharing. One thread on CPU, where CPU seconds are counted.
 """
 
 from __future__ import annotations
@@ -176,12 +178,12 @@ def gradient(model: nn.Module, batch: gl.TreeBatch, way: Callable[..., None]) ->
     return torch.cat([p.grad.float().flatten() for p in model.parameters()])
 
 
-def seconds(model: nn.Module, batch: gl.TreeBatch, ways: Sequence[Callable[..., None]], repeats: int) -> list[float]:
-    """Least CPU (or GPU wall) seconds of each way, measured in turns after one warm-up."""
+def seconds(model: nn.Module, batch: gl.TreeBatch, ways: Sequence[Callable[..., None]], repeats: int) -> np.ndarray:
+    """CPU (or GPU wall) seconds [repeats, ways], one of each in every turn; the caller has warmed them up."""
     gpu = next(model.parameters()).is_cuda
     clock = time.perf_counter if gpu else time.process_time
-    best = [float("inf")] * len(ways)
-    for turn in range(repeats + 1):
+    took = np.zeros((repeats, len(ways)))
+    for turn in range(repeats):
         for index, way in enumerate(ways):
             model.zero_grad(set_to_none=True)
             if gpu:
@@ -190,9 +192,42 @@ def seconds(model: nn.Module, batch: gl.TreeBatch, ways: Sequence[Callable[..., 
             way(model, batch)
             if gpu:
                 torch.cuda.synchronize()
-            if turn:
-                best[index] = min(best[index], clock() - started)
-    return best
+            took[turn, index] = clock() - started
+    return took
+
+
+def pairs(lengths: Sequence[int], above: Sequence[int]) -> int:
+    """(query, key) pairs of runs of these lengths below that many tokens each."""
+    return sum(length * (length + 1) // 2 + length * up for length, up in zip(lengths, above, strict=True))
+
+
+def compare(model: nn.Module, batch: gl.TreeBatch, name: str, repeats: int) -> dict[str, Any]:
+    """All ways on one batch: speedups over packing and peers, what tokens and pairs allow, the gradient's error."""
+    ours = gradient(model, batch, by_tree)
+    error = float((ours - gradient(model, batch, by_packing)).norm() / ours.norm())
+    peers: list[Callable[..., None]] = [by_prefix_group]
+    if batch.tokens <= 16_384:
+        peers.append(by_dense_mask)
+    for way in peers:
+        gradient(model, batch, way)
+    took = seconds(model, batch, [by_packing, by_tree], repeats)
+    beside = seconds(model, batch, [by_tree, *peers], max(1, repeats // 2))
+    lengths = [len(path) for path in paths(batch)]
+    place = Layout.of(batch)
+    starts = batch.node_start[:-1]
+    ratios = took[:, 0] / took[:, 1]
+    result = {
+        f"speedup_{name}": float(np.median(ratios)),
+        f"spread_{name}": [float(ratios.min()), float(ratios.max())],
+        f"ideal_{name}": sum(lengths) / batch.tokens,
+        f"pairs_{name}": pairs(lengths, [0] * len(lengths))
+        / pairs(np.diff(batch.node_start).tolist(), place.position[starts].tolist()),
+        f"seconds_{name}": float(np.median(took[:, 1])),
+        f"error_{name}": error,
+    }
+    for index, way in enumerate(peers):
+        result[f"over{way.__name__[2:]}_{name}"] = float(np.median(beside[:, 1 + index] / beside[:, 0]))
+    return result
 
 
 def memory(batch: gl.TreeBatch, way: Callable[..., None], gpu: bool) -> float:
@@ -218,38 +253,30 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--tokens", type=int, default=0, help="branch tokens (default 32768; 262144 on a GPU)")
     parser.add_argument("--branches", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--gpu", action="store_true")
     options = parser.parse_args()
+    if not options.gpu:
+        torch.set_num_threads(1)
     tokens = options.tokens or (262_144 if options.gpu else 32_768)
     last = star(tokens, options.branches, SHARINGS[-1] / 100)
     used = {way.__name__: memory(last, way, options.gpu) for way in (by_tree, by_packing)}
     model = build_model(options.gpu)
     result: dict[str, Any] = {"benchmark": "loss_tree", "branch_tokens": tokens, "branches": options.branches}
-    over_ideal, errors = [], []
     for sharing in SHARINGS:
         batch = star(tokens, options.branches, sharing / 100)
-        ideal = sum(len(path) for path in paths(batch)) / batch.tokens
-        dense = [by_dense_mask] if batch.tokens <= 16_384 else []
-        took = seconds(model, batch, [by_packing, by_tree, by_prefix_group, *dense], options.repeats)
-        base = gradient(model, batch, by_packing)
-        errors.append(float((gradient(model, batch, by_tree) - base).norm() / base.norm()))
-        over_ideal.append(took[0] / took[1] / ideal)
-        result |= {f"speedup_{sharing}": took[0] / took[1], f"ideal_{sharing}": ideal}
-        result[f"over_prefix_grouping_{sharing}"] = took[2] / took[1]
-        if dense:
-            result[f"over_dense_mask_{sharing}"] = took[3] / took[1]
-    batch = nested(tokens)
-    took = seconds(model, batch, [by_packing, by_tree, by_prefix_group], options.repeats)
-    result |= {
-        "nested_speedup": took[0] / took[1],
-        "nested_ideal": sum(len(path) for path in paths(batch)) / batch.tokens,
-        "nested_over_prefix_grouping": took[2] / took[1],
-        "min_speedup_over_ideal": min(over_ideal),
-        "max_rel_grad_err": max(errors),
-        "mem_ratio": used["by_tree"] / used["by_packing"],
-    }
-    report(result, options.json)
+        result |= compare(model, batch, str(sharing), options.repeats)
+    result |= compare(model, nested(tokens), "nested", max(1, options.repeats // 2))
+    names = [str(sharing) for sharing in SHARINGS]
+    report(
+        {
+            **result,
+            "min_speedup_over_ideal": min(result[f"speedup_{name}"] / result[f"ideal_{name}"] for name in names),
+            "max_rel_grad_err": max(result[f"error_{name}"] for name in (*names, "nested")),
+            "mem_ratio": used["by_tree"] / used["by_packing"],
+        },
+        options.json,
+    )
 
 
 if __name__ == "__main__":

@@ -263,6 +263,7 @@ def test_missing_array_is_named():
         ({"execution_tokens": [-1]}, r"execution_tokens\[0\] = -1"),
         ({"entry_proximal": [0.5, NAN]}, r"entry_proximal\[0\] = 0.5"),
         ({"routed_experts": np.zeros((2, 1, 1), np.int16)}, "routed_experts has shape"),
+        ({"routed_experts": [[1]]}, "routed_experts has dtype int64; expected int16"),
     ],
 )
 def test_malformed_entries_are_named(change, message):

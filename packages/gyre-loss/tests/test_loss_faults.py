@@ -249,6 +249,11 @@ def test_15_every_reduction_by_hand():
             assert got.divisor == divisor
             total += float((got.weight * counts).sum())
         assert total / sum(divisors) == pytest.approx(1.0), reduction
+    for reduction in (two_level, sequence_mean, token_mean, group_token_mean, Constant(10.0)):
+        with pytest.raises(ValueError, match="no members; expected at least one"):
+            reduction(np.array([], int))
+        with pytest.raises(ValueError, match=r"tokens\[1\] = -2; expected one trained token or more"):
+            reduction(np.array([1, -2]))
     constant = Constant(10.0)(np.array([1, 3]))
     assert (constant.weight.tolist(), constant.divisor) == ([0.1, 0.1], 2.0)
 

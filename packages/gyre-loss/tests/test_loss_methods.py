@@ -8,9 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gyre_loss import PolicyLoss, accumulate, partition, token_logprobs, tree_loss
+from gyre_loss import (
+    ExecutionRecord,
+    PolicyLoss,
+    TreeBatch,
+    accumulate,
+    assemble_group,
+    centre,
+    partition,
+    token_logprobs,
+    tree_loss,
+)
+from gyre_loss.aggregate import Constant, group_token_mean, sequence_mean, token_mean, two_level
 from gyre_loss.compute import Options
 from gyre_loss.kl import k1, k2, k3
+from gyre_loss.layout import Layout
 from gyre_loss.objective import KLPenalty
 from gyre_loss.ratios import ExecutionMasked, Masked, Truncated, current_is_proximal, recorded_proximal
 from gyre_loss.surrogates import Clip, ClippedWeight, Reinforce, SequenceClip
@@ -25,7 +37,8 @@ def _load(name: str):
     return module
 
 
-random_forest = _load("test_loss_data").random_forest
+DATA = _load("test_loss_data")
+random_forest = DATA.random_forest
 build_model = _load("conftest").build_model
 
 DEFAULT = Options()
@@ -137,8 +150,6 @@ def test_loss_and_gradient_do_not_depend_on_the_partition(seed, slack, model64):
     if not batch.entries:
         return
     whole = gradient(model64, batch, PolicyLoss(), "packed")
-    from gyre_loss.layout import Layout
-
     parts = partition(batch, Layout.of(batch).longest_path + slack).parts
     order = np.random.default_rng(seed).permutation(len(parts))
     losses, grads, metrics = zip(*(gradient(model64, parts[i], PolicyLoss(), "packed") for i in order), strict=True)
@@ -150,6 +161,88 @@ def test_loss_and_gradient_do_not_depend_on_the_partition(seed, slack, model64):
     assert total.sums == pytest.approx(whole[2].sums, rel=1e-9, abs=1e-12)
     assert total.counts == whole[2].counts
     assert total.maxima == pytest.approx(whole[2].maxima)
+
+
+@pytest.mark.parametrize(
+    "aggregation", [two_level, sequence_mean, token_mean, group_token_mean, Constant(7.0)], ids=lambda a: str(a)[:20]
+)
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_every_aggregation_is_its_formula_in_every_split(aggregation, seed, model64):
+    """Two groups, cut and computed by any method: sum of -A logp times the formula's weight over its divisor."""
+    rng = np.random.default_rng(seed)
+    total, divisor, want = torch.zeros(()), 0.0, 0.0
+    for group in range(2):
+        trees = [DATA.random_tree(rng, int(rng.integers(1, 5))) for _ in range(3)]
+        if any(not tree.sampled.any() for tree in trees):
+            return
+        records = [
+            ExecutionRecord(f"{group}/{i}", "completed", float(score), tree)
+            for i, (tree, score) in enumerate(zip(trees, (2.0, 1.0, 0.0), strict=True))
+        ]
+        made = assemble_group(records, trainer_version=3, estimator=centre, aggregation=aggregation)
+        divisor += made.divisor
+        counts = [int(tree.sampled.sum()) for tree in trees]
+        for tree, count, advantage in zip(trees, counts, (1.0, 0.0, -1.0), strict=True):
+            logp = token_logprobs(model64, TreeBatch.from_arrays(tree), method="branches")
+            weight = {
+                "two_level": 1 / (3 * count),
+                "sequence_mean": 1 / count,
+                "token_mean": 1.0,
+                "group_token_mean": 1 / sum(counts),
+            }.get(getattr(aggregation, "__name__", ""), 1 / 7)
+            want -= weight * advantage * float(logp.sum())
+        longest = Layout.of(made.batch).longest_path
+        for index, part in enumerate(partition(made.batch, longest + int(rng.integers(0, 20))).parts):
+            method, options = METHODS[index % len(METHODS)]
+            total = total + tree_loss(model64, part, PolicyLoss(Reinforce()), method=method, options=options).loss
+    shares = {"two_level": 2, "sequence_mean": 6, "group_token_mean": 2}
+    name = getattr(aggregation, "__name__", "")
+    if name in shares:
+        assert divisor == shares[name]
+    assert float(total.detach()) / divisor == pytest.approx(want / divisor, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    executions=st.integers(1, 6),
+    nodes=st.integers(1, 16),
+    name=st.sampled_from(sorted(OBJECTIVES)),
+    slack=st.integers(0, 60),
+    chunk=st.integers(1, 12),
+    limit=st.sampled_from([0, 5, 256]),
+)
+def test_many_forests_objectives_and_splits(seed, executions, nodes, name, slack, chunk, limit, model64):
+    """Whole and cut, in any order, by every method, with clusters of every size: one gradient."""
+    from gyre_loss import attention
+
+    batch = filled(random_forest(seed, executions, nodes), seed)
+    if not batch.entries:
+        return
+    objective = OBJECTIVES[name]
+    loss, grad, metrics = gradient(model64, batch, objective, "branches")
+    before, attention.CLUSTER_LIMIT = attention.CLUSTER_LIMIT, limit
+    try:
+        ways = [*METHODS[:2], ("dfs", Options(chunk_tokens=chunk))]
+        for method, options in ways:
+            other, other_grad, _ = gradient(model64, batch, objective, method, options, accumulate)
+            assert other == pytest.approx(loss, rel=1e-10, abs=1e-12)
+            assert relative(other_grad, grad) < 1e-10
+        if objective.whole_executions:
+            return
+        parts = partition(batch, Layout.of(batch).longest_path + slack).parts
+        rng = np.random.default_rng(seed)
+        found = [
+            gradient(model64, parts[i], objective, *ways[int(rng.integers(3))], accumulate)
+            for i in rng.permutation(len(parts))
+        ]
+        assert sum(one[0] for one in found) == pytest.approx(loss, rel=1e-10, abs=1e-12)
+        assert relative(sum(one[1] for one in found), grad) < 1e-10
+        assert sum(one[2].summary()["entries"] for one in found) == metrics.summary()["entries"]
+    finally:
+        attention.CLUSTER_LIMIT = before
 
 
 @pytest.mark.usefixtures("cluster_limit")

@@ -40,7 +40,7 @@ def two_level(tokens: NDArray[np.int64]) -> Denominators:
     [0.25, 0.125]
     """
     counts = _counted(tokens)
-    return Denominators(1.0 / (counts * max(counts.shape[0], 1)), 1.0)
+    return Denominators(1.0 / (counts * counts.shape[0]), 1.0)
 
 
 def sequence_mean(tokens: NDArray[np.int64]) -> Denominators:
@@ -70,7 +70,7 @@ def group_token_mean(tokens: NDArray[np.int64]) -> Denominators:
     ([0.1667, 0.1667], 1.0)
     """
     counts = _counted(tokens)
-    return Denominators(np.full(counts.shape[0], 1.0 / max(float(counts.sum()), 1.0)), 1.0)
+    return Denominators(np.full(counts.shape[0], 1.0 / float(counts.sum())), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,8 @@ def _counted(tokens: NDArray[np.int64]) -> NDArray[np.float64]:
     counts = np.asarray(tokens)
     if counts.ndim != 1 or counts.dtype.kind not in "iu":
         fail(_DOING, f"token counts of shape {counts.shape} and dtype {counts.dtype}", "integers, one per member")
+    if not counts.shape[0]:
+        fail(_DOING, "no members", "at least one", "A group without members takes no part in the step.")
     for index in np.flatnonzero(counts < 1):
         fail(
             _DOING,

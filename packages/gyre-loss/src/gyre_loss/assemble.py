@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gyre_loss._check import fail
-from gyre_loss.aggregate import Aggregation, two_level
+from gyre_loss.aggregate import Aggregation, Denominators, two_level
 from gyre_loss.arrays import TreeArrays
 from gyre_loss.batch import TreeBatch
 from gyre_loss.forest import TrainedTree, merge
@@ -95,7 +95,7 @@ def assemble_group(
         single=single,
     )
     members = np.flatnonzero(advantages.member)
-    denominators = aggregation(counts[members])
+    denominators = aggregation(counts[members]) if members.shape[0] else Denominators(np.zeros(0), 0.0)
     trained: list[TrainedTree] = []
     gaps: list[NDArray[np.int64]] = []
     masked = 0
@@ -112,7 +112,7 @@ def assemble_group(
         trained.append(TrainedTree(item.id, tree, mask, weight, value, item.routed_experts))
     return GroupBatch(
         batch=merge(trained) if trained else None,
-        divisor=denominators.divisor if members.shape[0] else 0.0,
+        divisor=denominators.divisor,
         advantages=advantages,
         executions=dict(Counter(status.value for status in statuses)),
         masked_tokens=masked,

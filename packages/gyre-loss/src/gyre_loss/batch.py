@@ -67,6 +67,8 @@ class TreeBatch:
             put(self, name, vector(getattr(self, name), name, dtype, _DOING, entries))
         put(self, "execution_ids", tuple(self.execution_ids))
         count = len(self.execution_ids)
+        if self.routed_experts is not None:
+            put(self, "routed_experts", np.asarray(self.routed_experts))
         put(self, "execution_tokens", vector(self.execution_tokens, "execution_tokens", np.int64, _DOING, count))
         check_topology(self.node_parent, self.node_start, self.token_ids, _DOING)
         _check_entries(self)
