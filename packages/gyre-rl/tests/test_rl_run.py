@@ -229,8 +229,8 @@ def test_a_broken_sink_is_dropped_and_the_others_go_on(tmp_path):
 def test_parity_is_the_same_however_the_step_was_split():
     whole = {"gap_abs": 0.6, "gap_abs:count": 3.0, "gap_abs:max": 0.4}
     parts = [
-        {"gap_abs": 0.2, "gap_abs:count": 2.0, "gap_abs:max": 0.15},
         {"gap_abs": 0.4, "gap_abs:count": 1.0, "gap_abs:max": 0.4},
+        {"gap_abs": 0.2, "gap_abs:count": 2.0, "gap_abs:max": 0.15},
     ]
     for found in (measure([whole]), measure(parts)):
         assert found == Parity(pytest.approx(0.2), 0.4, 3)

@@ -24,8 +24,8 @@ def test_the_worked_example_trains_two_steps():
 def test_the_table_of_predictions_is_the_benchmark_s():
     root = Path(__file__).parents[3]
     results = root / "benchmarks" / "results" / "plan_presets.json"
-    if not results.exists():
-        pytest.skip("not in a checkout")
+    if not (root / "docs").is_dir():
+        pytest.skip("the package stands alone here, without the repository's pages and results")
     page = (root / "docs" / "reference" / "sched-presets.md").read_text(encoding="utf-8")
     for pair in json.loads(results.read_text())["pairs"]:
         figures = f"{pair['published']:.3g} | {pair['predicted']:.2f} | {pair['off']:+.0%}"

@@ -280,6 +280,27 @@ def test_damage_on_the_way_is_found(receiver: Receiver, monkeypatch: pytest.Monk
     hand_over(endpoint, "c", 4, gradient(ELEMENTS), lane="socket")
 
 
+def test_a_name_is_free_before_its_refusal_is_heard(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hears of damage may try again at once, however slow the receiver's thread is afterwards."""
+    endpoint = receiver.start()
+    real, said = Channel.send, []
+
+    def send(channel: Channel, message: Any) -> None:
+        real(channel, message)
+        if "refused" in message:
+            said.append(message)
+            time.sleep(0.3)
+
+    monkeypatch.setattr(Channel, "send", send)
+    sent = sender_module.send_socket
+    monkeypatch.setattr(sender_module, "send_socket", lambda channel, windows: sent(channel, windows)[:-1] + "x")
+    with pytest.raises(PeerError, match="other bytes than sent"):
+        hand_over(endpoint, "c", 4, gradient(ELEMENTS), lane="socket")
+    monkeypatch.setattr(sender_module, "send_socket", sent)
+    hand_over(endpoint, "c", 4, gradient(ELEMENTS), lane="socket")
+    assert len(said) == 1
+
+
 # Strangers
 
 

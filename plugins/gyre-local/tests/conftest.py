@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,30 +8,29 @@ from typing import Any
 import pytest
 import torch
 from gyre_core import ComponentContext, GenerateChunk, GenerateRequest, SamplingParams, WeightSource
+from gyre_core.testing.support import load_module
 from gyre_local.options import LocalEngineOptions
 from gyre_local.serve.engine import LocalEngine
 
-
-def _module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"gyre_local_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
     torch.set_num_threads(1)
-    return _module("tiny_models")
+    return load_module(HERE / "tiny_models.py")
 
 
 @pytest.fixture(scope="session")
 def batches() -> Callable[..., Any]:
     """`batches(seed, count)`: micro-batches of step 1."""
-    return _module("tree_batches").make_batches  # type: ignore[no-any-return]
+    return load_module(HERE / "tree_batches.py").make_batches  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def gradient() -> Callable[..., Any]:
+    """`gradient(model, batches)`: by the slow oracle."""
+    return load_module(HERE / "tree_batches.py").gradient  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="session")

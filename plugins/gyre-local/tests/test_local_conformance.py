@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gyre_loss as gl
 import pytest
 from gyre_core import ComponentContext, MicroBatch, WeightSource
 from gyre_core.testing.engines import EngineConformance, EngineRig
@@ -27,31 +26,29 @@ class TestLocalEngine(EngineConformance):
         return EngineRig(lambda: LocalEngine(options, context), sources, vocab=320, tolerance=1e-4)
 
 
-def oracle_gradient(model: Any, batches: Sequence[MicroBatch]) -> Mapping[str, Any]:
-    """Branch by branch through the model's own attention."""
-    if next(model.parameters()).dtype.itemsize == 8:
-        use_exact_norms(model)
-    model.zero_grad()
-    for batch in batches:
-        tree = gl.from_bytes(bytearray(batch.blob))
-        gl.tree_loss(model, tree, gl.PolicyLoss(), method="branches").loss.backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    return found
-
-
 class TestLocalTrainer(TrainerConformance):
     @pytest.fixture(params=["float64", pytest.param("float32", marks=pytest.mark.slow)])
     def rig(
-        self, request: pytest.FixtureRequest, folder_of: Callable[..., Path], context: ComponentContext, batches: Any
+        self,
+        request: pytest.FixtureRequest,
+        folder_of: Callable[..., Path],
+        context: ComponentContext,
+        batches: Any,
+        gradient: Any,
     ) -> TrainerRig:
         options = LocalTrainerOptions(dtype=request.param, learning_rate=1e-2)
         exact = request.param == "float64"
+
+        def oracle(model: Any, work: Sequence[MicroBatch]) -> Mapping[str, Any]:
+            if exact:
+                use_exact_norms(model)
+            return gradient(model, work)  # type: ignore[no-any-return]
+
         return TrainerRig(
             lambda: LocalTrainer(options, context),
             WeightSource(0, str(folder_of("qwen3"))),
             batches(count=8),
-            oracle_gradient,
+            oracle,
             dtype=request.param,
             sum_tolerance=1e-10 if exact else 1e-5,
         )

@@ -1,8 +1,10 @@
-"""Micro-batches of small groups whose executions branch and share prefixes."""
+"""Micro-batches of small groups whose executions branch and share prefixes, and the slow way to their gradient."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import gyre_loss as gl
 from gyre_core import MicroBatch
@@ -31,4 +33,15 @@ def make_batches(seed: int = 0, count: int = 4) -> list[MicroBatch]:
         made = gl.assemble_group(records, trainer_version=0)
         for part in gl.partition(made.batch, max_tokens=45).parts:
             found.append(MicroBatch(f"b{len(found)}", 1, part.tokens, gl.to_bytes(part)))
+    return found
+
+
+def gradient(model: Any, batches: Sequence[MicroBatch]) -> Mapping[str, Any]:
+    """Summed gradient of the batches by name: branch by branch through the model's own attention."""
+    model.zero_grad()
+    for batch in batches:
+        tree = gl.from_bytes(bytearray(batch.blob))
+        gl.tree_loss(model, tree, gl.PolicyLoss(), method="branches").loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
     return found

@@ -18,9 +18,7 @@ SPLITS = ["qwen3", "qwen3-dp2", "qwen3-tp2", "qwen3-pp3", "qwen3-untied-tp2-dp2"
 
 
 class TestMegatron(TrainerConformance):
-    @pytest.fixture(
-        params=["qwen3", "qwen3-dp2", "qwen3-tp2", "qwen3-pp3", "qwen3-untied-tp2-dp2", "qwen2-tp2", "llama3"]
-    )
+    @pytest.fixture(params=SPLITS)
     def rig(
         self,
         request: pytest.FixtureRequest,

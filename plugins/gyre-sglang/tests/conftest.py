@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -19,11 +18,12 @@ import numpy as np
 import pytest
 from aiohttp import web
 from gyre_core import ComponentContext, WeightSource
-from gyre_core.environments import find
 from gyre_core.settings import inherited_environment
+from gyre_core.testing.support import environment_python, load_module
 from gyre_sglang import guard
 from gyre_sglang.engine import SGLangEngine
 from gyre_sglang.facts import read_model
+from gyre_sglang.launch import ENVIRONMENT
 from gyre_sglang.options import SGLangOptions
 from gyre_sglang.plan import launch_plan
 from gyre_sglang.process import free_port
@@ -34,16 +34,6 @@ FAKE = Path(__file__).with_name("fake_sglang.py")
 READY_S = 600
 
 
-def module_of(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folder of a tiny Qwen3 by seed; made once."""
@@ -52,7 +42,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def folder(seed: int = 0, **sizes: int) -> Path:
         target = root / f"qwen3-{seed}-{len(sizes)}"
         if not target.exists():
-            module_of(TINY, "gyre_sglang_tiny_models").save("qwen3", target, seed, **sizes)
+            load_module(TINY).save("qwen3", target, seed, **sizes)
         return target
 
     return folder
@@ -65,11 +55,8 @@ def context(tmp_path: Path) -> ComponentContext:
 
 @pytest.fixture(scope="session")
 def python() -> str:
-    """The interpreter of SGLang's environment."""
-    found = find("sglang")
-    if found is None:
-        pytest.fail("no environment for SGLang: run `python tools/engine_env.py sglang`")
-    return str(found)
+    """The interpreter of SGLang's environment, built if need be."""
+    return environment_python(ENVIRONMENT)
 
 
 @pytest.fixture(scope="session")
@@ -134,7 +121,7 @@ class Toy:
 
 @pytest.fixture(scope="session")
 def fake_module() -> ModuleType:
-    return module_of(FAKE, "gyre_sglang_fake")
+    return load_module(FAKE)
 
 
 @pytest.fixture

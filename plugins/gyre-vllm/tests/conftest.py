@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -15,30 +14,19 @@ from typing import Any
 
 import pytest
 from gyre_core import ComponentContext, GenerateChunk, GenerateRequest, SamplingParams, WeightSource
-from gyre_core.environments import find, read_spec
 from gyre_core.settings import inherited_environment
+from gyre_core.testing.support import environment_python, load_module
 from gyre_vllm.engine import VLLMEngine
 from gyre_vllm.launch import ENVIRONMENT, Place, interpreter, launch_plan
 from gyre_vllm.options import VLLMOptions
 from gyre_vllm.process import KEEPER, free_port, telling_lines
 
-
-def load_beside(name: str) -> ModuleType:
-    """A helper module of this folder."""
-    full = f"gyre_vllm_tests_{name}"
-    if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[full] = module
-        spec.loader.exec_module(module)
-    return sys.modules[full]
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
 def fake() -> ModuleType:
-    return load_beside("vllm_fake")
+    return load_module(HERE / "vllm_fake.py")
 
 
 @pytest.fixture
@@ -115,17 +103,14 @@ class RealServer:
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
-    """The interpreter of the environment with vLLM; skips without one."""
-    python = os.environ.get("GYRE_VLLM_PYTHON") or find("vllm", spec=read_spec(ENVIRONMENT))
-    if python is None:
-        pytest.skip("no environment with vLLM: run tools/engine_env.py vllm, or set GYRE_VLLM_PYTHON")
-    return str(python)
+    """The interpreter of the environment with vLLM, built if need be; GYRE_VLLM_PYTHON names another."""
+    return environment_python(ENVIRONMENT, os.environ.get("GYRE_VLLM_PYTHON"))
 
 
 @pytest.fixture(scope="session")
 def tiny_sources(tmp_path_factory: pytest.TempPathFactory) -> list[WeightSource]:
     """Versions 0, 1 and 2 of a tiny random Qwen3."""
-    root, models = tmp_path_factory.mktemp("qwen3"), load_beside("vllm_models")
+    root, models = tmp_path_factory.mktemp("qwen3"), load_module(HERE / "vllm_models.py")
     return [WeightSource(seed, str(models.save(root / str(seed), seed))) for seed in range(3)]
 
 
@@ -134,7 +119,7 @@ def real_server(
     vllm_python: str, tiny_sources: list[WeightSource], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealServer]:
     """One server for the session; GYRE_VLLM_URL takes one that runs already with the same model and sizes."""
-    vocab, block, limit = load_beside("vllm_models").VOCAB, 32, 512
+    vocab, block, limit = load_module(HERE / "vllm_models.py").VOCAB, 32, 512
     if url := os.environ.get("GYRE_VLLM_URL"):
         yield RealServer(url, tiny_sources, vocab, block, limit)
         return

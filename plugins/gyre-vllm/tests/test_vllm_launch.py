@@ -109,6 +109,8 @@ def test_the_interpreter_is_found_or_the_way_to_one_is_told(monkeypatch: pytest.
     with pytest.raises(ConfigError, match="engine_env"):
         interpreter(VLLMOptions())
     assert interpreter(VLLMOptions(python=sys.executable))[0] == sys.executable
+    here, name = Path(sys.executable).parent, Path(sys.executable).name
+    assert interpreter(VLLMOptions(python=name), str(here))[0] == str(here / name)
     assert interpreter(VLLMOptions(command=("docker", "run"))) == ("docker", "run")
     assert read_spec(ENVIRONMENT).name == "vllm"
 

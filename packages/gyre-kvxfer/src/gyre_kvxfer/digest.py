@@ -1,9 +1,9 @@
 """Digests of blocks: does the destination hold the bytes the source had?
 
 Two kinds. `fast`: every 64-bit word is summed into one of 64 lanes, lanes and regions are then mixed with
-multipliers; it runs near memory speed and finds every single damaged word, stale and foreign blocks, exchanged
-regions and lanes; it does not see two 512-byte rows of one region's part of a block exchanged. `strong`: BLAKE2b, cut
-to 64 bits, for those who want that too. Neither is a signature.
+multipliers; it reads every byte once (see `native`) and finds every single damaged word, stale and foreign blocks,
+exchanged regions and lanes; it does not see two 512-byte rows of one region's part of a block exchanged. `strong`:
+BLAKE2b, cut to 64 bits, for those who want that too. Neither is a signature.
 
 Invariant: a digest is a function of the block's bytes in layout order alone: equal forms (`KVLayout.block_form`) give
 equal digests wherever the block lies.

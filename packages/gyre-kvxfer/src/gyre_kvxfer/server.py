@@ -289,7 +289,7 @@ class MigrationServer:
     async def _quietly(self, call: Awaitable[None]) -> None:
         try:
             await call
-        except Exception:
+        except Exception:  # boundary: the move has ended and has been told so; what is left is the engine's, and logged
             log.exception("the engine failed while a move was being cleaned up")
 
     async def _engine(self, move: ServedMove, action: m.DoPin | m.DoFreeze) -> None:

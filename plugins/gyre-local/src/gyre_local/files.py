@@ -7,61 +7,23 @@ they have open.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import uuid
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from gyre_core.ranks.files import new_file
 from safetensors.torch import save_file
 
 _CHUNK = 1 << 22
 
 
-def flush(path: Path) -> None:
-    """Force a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file under a temporary name, flush, rename. OSError when the disk is full."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    with new_file(path) as partial:
         save_file(plain, partial, dict(metadata or {}) | {"format": "pt"})
-        flush(partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill; on leaving it becomes `target` in one rename (an older `target` is moved aside first). On an
-    error it is removed and `target` stays as it was."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    mark = uuid.uuid4().hex[:8]
-    partial, old = target.with_name(f".{target.name}.{mark}"), target.with_name(f".{target.name}.{mark}.old")
-    partial.mkdir()
-    try:
-        yield partial
-        for path in (*partial.iterdir(), partial):
-            flush(path)
-        if target.exists():
-            target.rename(old)
-        partial.rename(target)
-        flush(target.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def write_json(path: Path, value: Any) -> None:

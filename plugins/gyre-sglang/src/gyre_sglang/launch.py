@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gyre_core import ComponentContext, ConfigError, InfrastructureError, WeightSource
-from gyre_core.environments import find
+from gyre_core.environments import find, read_spec
 
 from gyre_sglang.client import Client, dead
 from gyre_sglang.facts import ModelFacts, ServerFacts, read_server, version_warning
@@ -26,6 +26,8 @@ from gyre_sglang.process import ServerProcess, free_port
 log = logging.getLogger("gyre.sglang")
 
 KV, WEIGHTS = "kv_cache", "weights"
+ENVIRONMENT = Path(__file__).with_name("environment.toml")
+"""Describes SGLang's own environment."""
 PORT_TRIES = 3
 """A port that is free when it is chosen may be taken by the time a server has imported all it needs."""
 LATE_S = 0.02
@@ -144,7 +146,7 @@ class Starter:
             return ""
         if self._options.python:
             return str(Path(self._context.base_dir) / self._options.python)
-        found = find("sglang")
+        found = find("sglang", spec=read_spec(ENVIRONMENT))
         if found is None:
             raise ConfigError(
                 "starting SGLang", got="no environment for it", expected="one in the cache folder",

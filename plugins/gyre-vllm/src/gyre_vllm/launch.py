@@ -87,12 +87,13 @@ def memory_share(options: VLLMOptions) -> float:
     return share
 
 
-def interpreter(options: VLLMOptions) -> tuple[str, ...]:
-    """The words that start `vllm serve`. ConfigError if no environment has been built or named."""
+def interpreter(options: VLLMOptions, base: str = ".") -> tuple[str, ...]:
+    """The words that start `vllm serve`; a relative `python` means the folder `base`. ConfigError if no environment has
+    been built or named."""
     if options.command:
         return options.command
-    python = options.python or find("vllm", spec=read_spec(ENVIRONMENT))
-    if not python or not Path(python).exists():
+    python = Path(base, options.python) if options.python else find("vllm", spec=read_spec(ENVIRONMENT))
+    if python is None or not python.exists():
         raise ConfigError(
             "looking for an environment with vLLM",
             got=f"{python or 'none that is built'}",

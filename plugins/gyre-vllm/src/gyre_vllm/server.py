@@ -82,7 +82,7 @@ async def launch(options: VLLMOptions, context: ComponentContext, model: str, li
         except BaseException:
             await client.close()
             raise
-    start = interpreter(options)
+    start = interpreter(options, context.base_dir)
     accelerators = context.accelerators or int(context.device != "cpu")
     port = options.port or free_port(options.host)
     seed = seed_of(context.seed, f"{context.name} {life}")

@@ -17,7 +17,7 @@ from enum import StrEnum
 import numpy as np
 
 from gyre_weights.arrays import Bytes, HostTensor
-from gyre_weights.digest import CHUNK, Digest
+from gyre_weights.digest import CHUNK, Digest, digest_bytes
 from gyre_weights.errors import PeerError
 from gyre_weights.handover.wire import Channel
 
@@ -112,7 +112,7 @@ def receive_memory(channel: Channel, nbytes: int) -> tuple[Bytes, Callable[[], s
         data: Bytes = np.frombuffer(mmap.mmap(handle, max(nbytes, 1)), np.uint8)[:nbytes]
     finally:
         os.close(handle)
-    return data, lambda: _digest(data)
+    return data, lambda: digest_bytes(data)
 
 
 def receive_socket(channel: Channel, nbytes: int) -> tuple[Bytes, Callable[[], str]]:
@@ -134,14 +134,7 @@ def receive_group(channel: Channel, nbytes: int, store_port: int) -> tuple[Bytes
     with form_group(("127.0.0.1", store_port), name, 0, 2, timeout_s=channel.remaining()) as group:
         for start in range(0, nbytes, CHUNK):
             group.receive(torch.from_numpy(data[start : start + CHUNK]), 1)
-    return data, lambda: _digest(data)
-
-
-def _digest(data: Bytes) -> str:
-    digest = Digest()
-    for start in range(0, data.nbytes, CHUNK):
-        digest.add(data[start : start + CHUNK])
-    return digest.hex()
+    return data, lambda: digest_bytes(data)
 
 
 def window(tensor: HostTensor, start: int, stop: int, width: int) -> Bytes:

@@ -236,7 +236,7 @@ class Receiver:
         if reason:
             channel.send({"refused": reason, "expected": "a contribution of this step and model"})
             return
-        sealed = False
+        sealed, refusal = False, ""
         try:
             arrived = self._receive(channel, name, version, first)
             channel.send({"arrived": True})
@@ -248,11 +248,16 @@ class Receiver:
                 sealed = True
                 self.counts.sealed += 1
             channel.send({"sealed": True})
+        except CorruptError as error:
+            refusal = str(error)
+            raise
         finally:
             if not sealed:
                 with self._lock:
                     self._known.discard(name)
                     self.counts.broken += 1
+            if refusal:  # told once the name is free: who hears it may bring the gradient again at once
+                channel.send({"refused": refusal, "expected": "the bytes that the sender summed"})
 
     def _receive(self, channel: Channel, name: str, version: int, first: Mapping[str, Any]) -> Arrived:
         nbytes = self.plan.nbytes
@@ -268,8 +273,7 @@ class Receiver:
         told = str(channel.receive(more_s=nbytes / SLOWEST)["digest"])
         found = digest()
         if found != told:
-            channel.send({"refused": f"other bytes than sent (digest {found})", "expected": told})
-            raise CorruptError(channel.doing, got=f"digest {found}", expected=told)
+            raise CorruptError(channel.doing, got=f"other bytes than sent (digest {found})", expected=told)
         with self._lock:
             self.counts.payload_bytes += nbytes
             self.counts.lanes[lane.value] = self.counts.lanes.get(lane.value, 0) + 1

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from gyre_core import InfrastructureError
+from gyre_core.ranks.files import new_folder
 from gyre_weights.folder import write_extras
 
-from gyre_local.files import checksum, json_text, new_folder, save_tensors, write_json
+from gyre_local.files import checksum, json_text, save_tensors, write_json
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
