@@ -23,7 +23,7 @@ from gyre_core import (
     WeightSource,
 )
 from gyre_local.options import LocalTrainerOptions
-from gyre_local.train.objectives import make_objective
+from gyre_local.train.replica import chosen_objective
 from gyre_local.train.trainer import LocalTrainer
 from safetensors.torch import load_file, save_file
 
@@ -353,10 +353,10 @@ async def test_methods_agree(make_batches: Any, method: str, trainers: Any, tmp_
 
 
 def test_objectives_by_name() -> None:
-    logits = {name: make_objective(name, {}) for name in ("ppo", "dapo", "gspo", "cispo", "reinforce")}
+    logits = {name: chosen_objective(name, {}) for name in ("ppo", "dapo", "gspo", "cispo", "reinforce")}
     assert logits["dapo"].surrogate.high == 0.28
-    assert make_objective("ppo", {"low": 0.1, "kl": "k3", "kl_coefficient": 0.1}).kl.coefficient == 0.1
-    assert make_objective("ppo", {"proximal": "current", "correction": "truncated"}).correction.cap == 2.0
+    assert chosen_objective("ppo", {"low": 0.1, "kl": "k3", "kl_coefficient": 0.1}).kl.coefficient == 0.1
+    assert chosen_objective("ppo", {"proximal": "current", "correction": "truncated"}).correction.cap == 2.0
     for name, options, match in (
         ("pppo", {}, "Did you mean 'ppo'"),
         ("ppo", {"hihg": 1}, "Did you mean 'high'"),
@@ -365,7 +365,7 @@ def test_objectives_by_name() -> None:
         ("ppo", {"correction": "truncated"}, "proximal"),
     ):
         with pytest.raises(ConfigError, match=match):
-            make_objective(name, options)
+            chosen_objective(name, options)
 
 
 def test_metrics_add_up(tmp_path: Path) -> None:

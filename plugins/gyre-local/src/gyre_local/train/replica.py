@@ -11,21 +11,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
-from gyre_core import BatchStats, Contribution, InfrastructureError, MicroBatch, WeightSource
+from gyre_core import BatchStats, ConfigError, Contribution, InfrastructureError, MicroBatch, WeightSource
 from gyre_loss import TreeBatch, accumulate, from_bytes, token_logprobs
-from gyre_loss.metrics import LossMetrics
+from gyre_loss.named import flat_metrics, make_objective
+from gyre_loss.objective import PolicyLoss
 from gyre_weights import catch_up
 from torch import nn
 
 from gyre_local.model.sources import NOTHING, open_source, told_as_ours
 from gyre_local.options import LocalTrainerOptions
-from gyre_local.train.contributions import MAX_SUFFIX, Gradients, Suspect, merge_stats
+from gyre_local.train.contributions import Gradients, Suspect, merge_stats
 from gyre_local.train.exact import use_exact_norms
-from gyre_local.train.objectives import make_objective
 
 HandOver: TypeAlias = Callable[[Contribution, Gradients], None]
 """Puts a closed contribution where its `location` says; raises when it could not."""
 TRAIN_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def chosen_objective(name: str, options: Mapping[str, Any]) -> PolicyLoss:
+    """gyre-loss's objective of this name (`gyre_loss.named`); ConfigError where it refuses name or options."""
+    try:
+        return make_objective(name, options)
+    except ValueError as error:
+        raise ConfigError("reading the trainer's objective", got=str(error)) from error
 
 
 def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -59,7 +67,7 @@ class Replica:
         self.options, self.device = options, device
         self.dtype = TRAIN_DTYPES[options.dtype]
         self.sum_dtype = torch.float64 if self.dtype is torch.float64 else torch.float32
-        self.objective = make_objective(options.objective, options.objective_options)
+        self.objective = chosen_objective(options.objective, options.objective_options)
         self.version = -1
         self.source_folder = ""
         self._held = NOTHING
@@ -200,16 +208,6 @@ class Replica:
         """Drop everything."""
         self.discard()
         self._model = None
-
-
-def flat_metrics(metrics: LossMetrics) -> dict[str, float]:
-    """gyre-loss's metrics as flat numbers: sums under their name, their counts under "<name>:count", maxima under
-    "<name>:max", entries of policy version v under "version:<v>". All but maxima add up."""
-    found: dict[str, float] = dict(metrics.sums)
-    found |= {f"{name}:count": float(count) for name, count in metrics.counts.items()}
-    found |= {f"{name}{MAX_SUFFIX}": value for name, value in metrics.maxima.items()}
-    found |= {f"version:{version}": float(count) for version, count in metrics.versions.items()}
-    return found
 
 
 def _all_finite(gradients: Any) -> bool:
