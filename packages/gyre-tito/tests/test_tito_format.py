@@ -31,6 +31,13 @@ def test_long_and_short_texts_are_encoded_alike():
     assert all(tokenizer.encode(one) == tokenizer.encode_with_offsets(one)[0] for one in pieces)
 
 
+def test_what_a_caller_does_to_ids_stays_with_the_caller():
+    tokenizer = tiny_tokenizer()
+    right = tokenizer.encode_with_offsets("assistant\n")[0]
+    tokenizer.encode("assistant\n").append(0)
+    assert tokenizer.encode("assistant\n") == right
+
+
 @pytest.mark.parametrize("new", NEW.values(), ids=NEW.keys())
 @pytest.mark.parametrize("family", ["qwen3", "default"])
 def test_bridging_a_canonical_turn_is_rendering_it(family, new):

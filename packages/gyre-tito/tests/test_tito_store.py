@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -86,6 +87,41 @@ async def test_group_commit_isolates_the_guilty_job(tmp_path):
         outcome = await asyncio.gather(*jobs, return_exceptions=True)
         assert [type(one) for one in outcome] == [type(None), type(None), StoreError, type(None)]
         assert [one.index for one in store.calls("e")] == [0, 1, 2]
+
+
+async def test_whoever_stops_waiting_does_not_take_the_job_back(tmp_path):
+    held = threading.Event()
+    with Store.open(tmp_path / "s.db", writable=True) as store:
+        await store.add_execution(ExecutionSpec("e"))
+        store.writer.submit(lambda *_: held.wait(10) and None)
+        waiting = asyncio.create_task(store.add_call("e", call(0)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert store.calls("e") == []
+        held.set()
+        await store.add_call("e", call(1))
+        assert [one.index for one in store.calls("e")] == [0, 1]
+
+
+def test_a_job_outlives_the_loop_that_waited_for_it(tmp_path, recwarn, caplog):
+    held = threading.Event()
+
+    async def give_up(store):
+        store.writer.submit(lambda *_: held.wait(10) and None)
+        waiting = asyncio.create_task(store.add_call("e", call(0)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+
+    with Store.open(tmp_path / "s.db", writable=True) as store:
+        asyncio.run(store.add_execution(ExecutionSpec("e")))
+        asyncio.run(give_up(store))
+        held.set()
+        asyncio.run(store.add_call("e", call(1)))
+        assert [one.index for one in store.calls("e")] == [0, 1]
+    assert not caplog.records
+    assert not recwarn.list
 
 
 async def test_clear_errors(tmp_path):

@@ -36,6 +36,9 @@ class Packer:
         """Pack an int32 array as runs of equal values."""
         if values.size == 0:
             return b""
+        if (values == values[0]).all():  # nearly always
+            pair = np.array([values[0], len(values)], dtype="<i4")
+            return b"R" + self._compressor.compress(pair.tobytes())
         edges = np.flatnonzero(np.diff(values)) + 1
         starts = np.concatenate(([0], edges))
         lengths = np.diff(np.concatenate((starts, [len(values)])))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import tokenizers
 from gyre_tito.template import ChatTemplate
 
 _SHORT = 1024  # characters
+_FRAME = 32  # characters: a format's frame around a message such as "assistant\n", the same at every call
+_FRAMES = 1024
 
 
 class FormatError(ValueError):
@@ -38,6 +41,7 @@ class FastTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._frame_ids = lru_cache(_FRAMES)(self._encode_frame)
         self.name_or_path = name
         self.unk_token_id: int | None = None
         self.eos_token_id = backend.token_to_id(eos_token) if eos_token else None
@@ -89,10 +93,15 @@ class FastTokenizer:
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         """Ids of `text`; no tokens are added at its ends."""
+        if len(text) <= _FRAME:
+            return list(self._frame_ids(text))
         if len(text) < _SHORT:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         # The batch call lets other threads run meanwhile, and leaves out the character offsets: half the work.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def _encode_frame(self, text: str) -> tuple[int, ...]:
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text` and the characters (start, end) that each covers."""

@@ -8,12 +8,14 @@ take its neighbours with it. Reads nothing back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gyre_tito.pack import Packer
@@ -21,6 +23,22 @@ from gyre_tito.schema import StoreError, connect_writer
 
 Job = Callable[[sqlite3.Connection, Packer], None]
 _MAX_GROUP = 512
+
+
+def _tell(loop: asyncio.AbstractEventLoop, landed: asyncio.Future[None], done: Future[None]) -> None:
+    """In the writer's thread: let the loop know what became of a job. A loop that has ended waits for nothing."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(_settle, landed, done)
+
+
+def _settle(landed: asyncio.Future[None], done: Future[None]) -> None:
+    if landed.done():  # whoever waited was cancelled
+        return
+    error = done.exception()
+    if error is None:
+        landed.set_result(None)
+    else:
+        landed.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +70,10 @@ class Writer:
 
     async def write(self, job: Job) -> None:
         """Run a job and return when it is on disk. Cancelling the caller does not take the job back."""
-        await asyncio.shield(asyncio.wrap_future(self.submit(job)))
+        loop = asyncio.get_running_loop()
+        landed: asyncio.Future[None] = loop.create_future()
+        self.submit(job).add_done_callback(partial(_tell, loop, landed))
+        await landed
 
     @property
     def backlog(self) -> int:
