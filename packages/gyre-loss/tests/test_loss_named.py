@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from gyre_loss import TreeBatch
 from gyre_loss.named import SURROGATES, make_objective
+from gyre_loss.objective import EntryLoss, TokenTerms
 from gyre_loss.ratios import Truncated
 from gyre_loss.shares import shares
 from gyre_loss.surrogates import Clip, SequenceClip
@@ -53,6 +58,33 @@ def test_objectives_by_name() -> None:
     assert made.kl is not None
     for name in SURROGATES:
         make_objective(name, {})
+
+
+@dataclass(frozen=True)
+class Plain:
+    """An objective of one's own: -advantage * logp, scaled."""
+
+    scale: float = 1.0
+    needs_entropy: bool = False
+    whole_executions: bool = False
+
+    def __call__(self, terms: TokenTerms) -> EntryLoss:
+        return EntryLoss(-self.scale * terms.advantage * terms.logp)
+
+
+def test_an_objective_of_ones_own_is_named_by_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = types.ModuleType("own_objectives")
+    own.Plain, own.Number = Plain, int
+    monkeypatch.setitem(sys.modules, "own_objectives", own)
+    assert make_objective("own_objectives:Plain", {"scale": 0.5}) == Plain(0.5)
+    for path, options, said in (
+        ("own_objectives:Plane", {}, "Plane"),
+        ("own_objectives:Plain", {"scael": 1}, "scael"),
+        ("own_objectives:Number", {}, "needs_entropy"),
+        ("no_such_module:Plain", {}, "no_such_module"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_objective(path, options)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from gyre_core.plugins import PluginManager
 from gyre_rl.config import PluginChoice, RunConfigError, dumps, load, loads
 from gyre_rl.config.convert import Converter
 from gyre_rl.config.dump import to_table
+from gyre_rl.config.load import from_layers, set_layer, text_layer
 from gyre_rl.config.locate import key_lines
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +38,16 @@ class EngineOptions:
             raise ValueError("slots is below 1")
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    ready_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerOptions:
+    objective: str = "ppo"
+
+
 class Plugin:
     @hookimpl
     def gyre_register(self):
@@ -51,14 +62,21 @@ class Plugin:
             (Kind.LAUNCHER, "local"),
             (Kind.TASKSET, "files"),
             (Kind.SINK, "prometheus"),
+            (Kind.POLICY, "watermark"),
+            (Kind.POLICY, "static"),
         ]:
             yield Registration(kind, name, "nowhere:It")
+        yield Registration(Kind.POLICY, "own", "nowhere:Own", options="gyre_test_options:PolicyOptions")
+        yield Registration(Kind.TRAINER, "other", "nowhere:It", options="gyre_test_options:TrainerOptions")
+        yield Registration(Kind.OBJECTIVE, "capped", "my_objectives:Capped")
 
 
 @pytest.fixture
 def plugins(monkeypatch):
     module = types.ModuleType("gyre_test_options")
     module.EngineOptions = EngineOptions
+    module.PolicyOptions = PolicyOptions
+    module.TrainerOptions = TrainerOptions
     monkeypatch.setitem(sys.modules, "gyre_test_options", module)
     manager = PluginManager()
     manager.add(Plugin())
@@ -313,8 +331,35 @@ def test_the_schedulers_section_has_the_names_and_defaults_of_gyre_sched(plugins
 def test_what_the_scheduler_refuses_is_a_problem_of_its_section(plugins):
     (problem,) = problems_of(SMALL + "[scheduler]\nlow = 0.9\nhigh = 0.5\n", plugins)
     assert problem.startswith("text:5: scheduler: watermarks are low=0.9, high=0.5")
+
+
+def test_a_policy_is_a_plugin_with_a_section_of_its_own(plugins):
+    assert loads(SMALL, "/", plugins).scheduler.policy == PluginChoice("watermark")
+    text = SMALL + '[scheduler]\nlow = 0.5\n[scheduler.policy]\nname = "own"\nready_tokens = 7\n'
+    config = loads(text, "/", plugins)
+    assert config.scheduler.policy == PluginChoice("own", PolicyOptions(7))
+    assert loads(dumps(config), "/", plugins) == config
+    assert loads(SMALL + '[scheduler]\npolicy = "static"\n', "/", plugins).scheduler.policy.name == "static"
+    (problem,) = problems_of(text + "ready_token = 1\n", plugins)
+    assert "scheduler.policy.ready_token: unknown key; did you mean 'ready_tokens'?" in problem
     (problem,) = problems_of(SMALL + '[scheduler]\npolicy = "watermarks"\n', plugins)
-    assert problem.endswith("did you mean 'watermark'?")
+    assert "Did you mean 'watermark'?" in problem
+
+
+def test_another_policy_takes_nothing_from_the_old_ones_section(plugins):
+    layers = [
+        text_layer(SMALL + '[scheduler.policy]\nname = "own"\nready_tokens = 7\n', "text"),
+        set_layer("scheduler.policy=static"),
+    ]
+    assert from_layers(layers, "text", plugins, base_dir="/").scheduler.policy == PluginChoice("static")
+    layers[1] = set_layer("scheduler.policy.ready_tokens=9")
+    assert from_layers(layers, "text", plugins, base_dir="/").scheduler.policy.options == PolicyOptions(9)
+
+
+def test_a_plugins_objective_is_named_by_its_class(plugins):
+    for name, found in (("capped", "my_objectives:Capped"), ("gspo", "gspo"), ("a.b:C", "a.b:C")):
+        config = loads(SMALL + f'[trainer]\nname = "other"\nobjective = "{name}"\n', "/", plugins)
+        assert config.trainer.options == TrainerOptions(found)
 
 
 def test_the_reference_page_is_what_the_dataclasses_say():

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from gyre_core import EngineCapability, PluginManager
-from gyre_rl.cli.offers import engine_problems, make_engine, missing
+from gyre_rl.cli.offers import engine_problems, make_engine, missing, objective_problems
 from gyre_rl.config import PluginChoice, RunConfig
 from gyre_rl.config.schema import CellsConfig, ModelConfig, SchedulerConfig
 
 EVERYTHING = frozenset(EngineCapability)
 RUN = RunConfig("r", ModelConfig("m"), PluginChoice("files"), cells=CellsConfig(count=3))
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    objective: str = "ppo"
+    objective_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def test_what_is_offered_is_not_told() -> None:
@@ -25,7 +33,7 @@ def test_cells_that_cannot_turn_are_refused_unless_none_shall() -> None:
     (problem,) = engine_problems(RUN, sleepless)
     assert problem.path == "scheduler.policy"
     assert not list(engine_problems(RUN, EVERYTHING))
-    assert not list(engine_problems(replace(RUN, scheduler=SchedulerConfig(policy="static")), sleepless))
+    assert not list(engine_problems(replace(RUN, scheduler=SchedulerConfig(policy=PluginChoice("static"))), sleepless))
     assert not list(engine_problems(replace(RUN, cells=CellsConfig(count=1)), sleepless))
 
 
@@ -33,3 +41,17 @@ def test_the_engine_is_made_and_not_started() -> None:
     engine = make_engine(RUN, PluginManager.installed())
     assert engine.version == -1
     assert EngineCapability.KV_MOVE in engine.capabilities
+
+
+def test_an_objective_that_cannot_be_made_is_told_before_the_run() -> None:
+    def told(**options: Any) -> list[str]:
+        chosen = PluginChoice("local", TrainerOptions(**options))
+        return [f"{p.path}: {p.message}" for p in objective_problems(replace(RUN, trainer=chosen))]
+
+    assert told() == []
+    assert told(objective="gspo", objective_options={"low": 3e-4, "high": 4e-4}) == []
+    (wrong,) = told(objective="pppo")
+    assert "Did you mean 'ppo'" in wrong
+    (wrong,) = told(objective_options={"hihg": 0.3})
+    assert "Did you mean 'high'" in wrong
+    assert list(objective_problems(replace(RUN, trainer=PluginChoice("mine")))) == []

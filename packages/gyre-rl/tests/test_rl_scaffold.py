@@ -42,12 +42,14 @@ def test_a_new_package_registers_light_and_its_options_are_checked(kind, tmp_pat
     code = (
         "import json, sys; from gyre_core import PluginManager; import gyre_my_thing.plugin as plugin; "
         "m = PluginManager(); "
-        "m.add(plugin); c = m.components()[0]; r = c.registration; o = m.options_type(r.kind, r.name); o(); "
-        "print(json.dumps([r.kind, r.name, m.load(r.kind, r.name).__name__, o.__name__, 'torch' in sys.modules]))"
+        "m.add(plugin); c = m.components()[0]; r = c.registration; light = 'torch' not in sys.modules; "
+        "o = m.options_type(r.kind, r.name); o(); "
+        "print(json.dumps([r.kind, r.name, m.load(r.kind, r.name).__name__, o.__name__, not light]))"
     )
     found = json.loads(in_package(tmp_path / "gyre-my-thing", "-c", code))
     word = "TaskSet" if kind is Kind.TASKSET else kind.value.capitalize()
-    assert found == [kind.value, "my-thing", f"MyThing{word}", "MyThingOptions", False]
+    options = "MyThingObjective" if kind is Kind.OBJECTIVE else "MyThingOptions"
+    assert found == [kind.value, "my-thing", f"MyThing{word}", options, False]
 
 
 @pytest.mark.slow

@@ -1,20 +1,21 @@
 """Objectives by name and options, as a configuration file says them; metrics as flat numbers.
 
 The invariant: every key of the options is used or refused with the nearest valid one. The formulas are in the modules
-that are named here.
+that are named here; an objective of somebody else's is named by where it is defined.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gyre_loss._check import fail
 from gyre_loss.kl import k1, k2, k3
 from gyre_loss.metrics import LossMetrics
-from gyre_loss.objective import KLPenalty, PolicyLoss
+from gyre_loss.objective import KLPenalty, Objective, PolicyLoss
 from gyre_loss.ratios import (
     ExecutionMasked,
     Masked,
@@ -43,13 +44,15 @@ _BOUNDS = ("low", "high", "dual")
 _KEYS = (*_BOUNDS, "proximal", "correction", "correction_options", "kl", "kl_coefficient", "entropy_coefficient")
 
 
-def make_objective(name: str, options: Mapping[str, Any]) -> PolicyLoss:
+def make_objective(name: str, options: Mapping[str, Any]) -> Objective:
     """The objective ``name`` (ppo, dapo, gspo, cispo, reinforce) with ``options``: ``low``, ``high``, ``dual`` of its
     surrogate; ``proximal`` (behaviour, recorded, current); ``correction`` (truncated, masked, execution_masked) and
-    ``correction_options``; ``kl`` (k1, k2, k3) and ``kl_coefficient``; ``entropy_coefficient``. Raises ValueError for
-    anything else.
+    ``correction_options``; ``kl`` (k1, k2, k3) and ``kl_coefficient``; ``entropy_coefficient``. A name
+    ``"module:Class"`` is an objective of your own, ``Class(**options)``. Raises ValueError for anything else.
     """
     doing = f"composing the objective {name!r}"
+    if ":" in name:
+        return _imported(name, options, doing)
     for key in options:
         _pick(key, _KEYS, f"{doing}: an option")
     bounds = {key: options[key] for key in _BOUNDS if key in options}
@@ -73,6 +76,17 @@ def make_objective(name: str, options: Mapping[str, Any]) -> PolicyLoss:
         )
     except TypeError as error:
         return fail(doing, str(error), f"options that {name} takes{_fields(surrogate)}")
+
+
+def _imported(path: str, options: Mapping[str, Any], doing: str) -> Objective:
+    module, _, attribute = path.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), attribute)(**options)
+    except (ImportError, AttributeError, TypeError) as error:
+        return fail(doing, f"{type(error).__name__}: {error}", "an importable module:Class that takes these options")
+    if not isinstance(made, Objective):
+        return fail(doing, f"a {type(made).__name__}", "needs_entropy, whole_executions and a call (Objective)")
+    return made
 
 
 def flat_metrics(metrics: LossMetrics) -> dict[str, float]:

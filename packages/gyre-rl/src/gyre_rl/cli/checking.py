@@ -11,7 +11,7 @@ from pathlib import Path
 from gyre_core import PluginManager
 
 from gyre_rl.cli.console import Console
-from gyre_rl.cli.offers import engine_problems, make_engine, missing
+from gyre_rl.cli.offers import engine_problems, make_engine, missing, objective_problems
 from gyre_rl.cli.preflight import preflight
 from gyre_rl.cli.rundirs import place_run
 from gyre_rl.cli.sizing import memory_line, memory_problems
@@ -22,7 +22,7 @@ def check_config(source: Path, sets: Sequence[str], console: Console, *, machine
     """Say what the run would be; RunConfigError with every problem of the file, or of this machine."""
     config = place_run(load(source, sets))
     offered = make_engine(config, PluginManager.installed()).capabilities
-    if problems := [*memory_problems(config), *engine_problems(config, offered)]:
+    if problems := [*memory_problems(config), *engine_problems(config, offered), *objective_problems(config)]:
         raise RunConfigError(f"of {config.name!r}", problems)
     if machine:
         preflight(config, Path(config.dir or ""))
@@ -43,7 +43,7 @@ def outline(config: RunConfig, engine_lacks: Sequence[str]) -> str:
         ("run", f"{config.name}, seed {config.seed}, {config.steps} steps, into {config.dir}"),
         ("model", str(config.model_dir)),
         ("cells", f"{cells.count} on {cells.device}, {cells.train} of them begin as TRAIN; "
-                  f"policy {config.scheduler.policy}"),
+                  f"policy {config.scheduler.policy.name}"),
         ("memory", memory_line(config)),
         ("step", f"{rollout.tasks_per_step} tasks x {rollout.group_size} executions = {executions}; "
                  f"staleness at most {rollout.max_staleness}"),

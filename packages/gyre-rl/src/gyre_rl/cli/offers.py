@@ -1,4 +1,5 @@
-"""What the chosen engine cannot do and what the run then does instead, said before anything starts.
+"""What the chosen engine cannot do and what the run then does instead, and whether the trainer's objective can be made;
+said before anything starts.
 
 Invariant: makes the engine object and starts nothing. A server that runs elsewhere may turn out to offer less; the run
 says so when it reaches it.
@@ -36,10 +37,23 @@ def missing(offered: Iterable[EngineCapability]) -> list[str]:
 
 def engine_problems(config: RunConfig, offered: Iterable[EngineCapability]) -> Iterator[Problem]:
     """What keeps this engine from serving this run."""
-    turning = config.cells.count > 1 and config.scheduler.policy != "static"
+    turning = config.cells.count > 1 and config.scheduler.policy.name != "static"
     if turning and EngineCapability.SLEEP not in set(offered):
         yield Problem(
             "scheduler.policy",
-            f"got {config.scheduler.policy!r} with the engine {config.engine.name!r}, which cannot give its memory "
-            'back, so that no cell can turn to TRAIN; expected "static", or an engine that can sleep',
+            f"got {config.scheduler.policy.name!r} with the engine {config.engine.name!r}, which cannot give its "
+            'memory back, so that no cell can turn to TRAIN; expected "static", or an engine that can sleep',
         )
+
+
+def objective_problems(config: RunConfig) -> Iterator[Problem]:
+    """What is wrong with the objective of a trainer that takes gyre-loss's."""
+    options = config.trainer.options
+    if not hasattr(options, "objective") or not hasattr(options, "objective_options"):
+        return
+    from gyre_loss.named import make_objective  # torch: not for `gyre --help`
+
+    try:
+        make_objective(options.objective, options.objective_options)
+    except ValueError as error:
+        yield Problem("trainer.objective", str(error))

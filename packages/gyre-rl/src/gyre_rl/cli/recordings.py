@@ -11,11 +11,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from gyre_core import PluginManager
 from gyre_core.errors import ConfigError
+from gyre_sched import POLICIES, Policy
+from gyre_sched.errors import LogError
+from gyre_sched.log import read_header
 
 from gyre_rl.cli.console import Console
-from gyre_rl.config import FILE_NAME
+from gyre_rl.config import FILE_NAME, load
 from gyre_rl.run.directory import RunDirectory
+from gyre_rl.run.scheduling import make_policy
 
 
 def is_recording(path: Path) -> bool:
@@ -43,9 +48,15 @@ def plan(arguments: Sequence[str], console: Console) -> None:
         sys.exit(status)
 
 
+def _policy_of(run_dir: Path, name: str) -> Policy | None:
+    """The policy of a run where a plugin brings it, made as the run made it; None for one that gyre-sched has."""
+    if name in POLICIES:
+        return None
+    return make_policy(load(RunDirectory(run_dir).config), PluginManager.installed())
+
+
 def replay_scheduler(run_dir: Path, story: str, console: Console) -> None:
     """Feed the scheduler's log to a new machine and say where it ends, or tell the story of one of its things."""
-    from gyre_sched.errors import LogError
     from gyre_sched.replay import replay
 
     log = RunDirectory(run_dir).scheduler_log
@@ -62,7 +73,7 @@ def replay_scheduler(run_dir: Path, story: str, console: Console) -> None:
         commands.update(type(answer).__name__ for answer in answers)
 
     try:
-        machine = replay(log, watch=watch)
+        machine = replay(log, _policy_of(run_dir, read_header(log)[0]), watch)
     except LogError as error:
         raise ConfigError(f"replaying {log}", got=str(error)) from error
     if story:

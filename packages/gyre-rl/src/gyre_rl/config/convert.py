@@ -11,7 +11,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -141,6 +141,17 @@ _ABSENT = object()
 def plugin_kind(annotation: Any) -> Kind | None:
     """The kind of plugin that a field chooses, or None for any other field."""
     return next((m for m in getattr(annotation, "__metadata__", ()) if isinstance(m, Kind)), None)
+
+
+def plugin_fields(cls: type[Any], path: str = "") -> Iterator[tuple[str, Kind, dataclasses.Field[Any], bool]]:
+    """Every key below `cls` that chooses plugins: its dotted path, their kind, its field, whether it takes many."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        hint, here = hints[field.name], f"{path}{field.name}"
+        if (kind := plugin_kind(hint)) is not None:
+            yield here, kind, field, takes_many(hint)
+        elif dataclasses.is_dataclass(hint):
+            yield from plugin_fields(typing.cast("type[Any]", hint), f"{here}.")
 
 
 def takes_many(annotation: Any) -> bool:

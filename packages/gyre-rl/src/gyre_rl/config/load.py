@@ -19,8 +19,9 @@ from gyre_core.errors import ConfigError
 from gyre_core.plugins import PluginManager
 
 from gyre_rl.config.checks import cross_checks
-from gyre_rl.config.convert import Converter, plugin_kind, takes_many
+from gyre_rl.config.convert import Converter, plugin_fields
 from gyre_rl.config.locate import key_lines
+from gyre_rl.config.objectives import with_objective
 from gyre_rl.config.problems import Problem, RunConfigError
 from gyre_rl.config.schema import PluginChoice, RunConfig
 
@@ -127,35 +128,35 @@ def from_layers(layers: Sequence[Layer], source: str, plugins: PluginManager, *,
     config = converter.build(RunConfig, table)
     problems = list(converter.problems)
     if isinstance(config, RunConfig):
+        config = with_objective(config, plugins)
         problems += [dataclasses.replace(p, where=_place(places, p.path)) for p in cross_checks(config)]
     if problems:
         raise RunConfigError(source, sorted(problems, key=_order))
     return typing.cast("RunConfig", config)
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], over: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """`over` laid over `base`, table by table. A section that names another plugin takes nothing from the old one."""
     result = dict(base)
     for key, value in over.items():
-        old = result.get(key)
-        if key in _PLUGIN_DEFAULTS:
+        old, here = result.get(key), f"{path}{key}"
+        if here in _PLUGIN_DEFAULTS:
             old = {"name": old} if isinstance(old, str) else old
             value = {"name": value} if isinstance(value, str) else value
             if isinstance(value, Mapping) and isinstance(old, Mapping) and "name" in value:
-                default = _PLUGIN_DEFAULTS[key]
+                default = _PLUGIN_DEFAULTS[here]
                 old = old if value["name"] == old.get("name", default) else None
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        result[key] = merge(typing.cast("Mapping[str, Any]", old), value) if both else value
+        result[key] = merge(typing.cast("Mapping[str, Any]", old), value, f"{here}.") if both else value
     return result
 
 
 def _plugin_defaults() -> dict[str, str | None]:
-    hints = typing.get_type_hints(RunConfig, include_extras=True)
-    found: dict[str, str | None] = {}
-    for each in dataclasses.fields(RunConfig):
-        if plugin_kind(hints[each.name]) is not None and not takes_many(hints[each.name]):
-            found[each.name] = each.default.name if isinstance(each.default, PluginChoice) else None
-    return found
+    return {
+        path: field.default.name if isinstance(field.default, PluginChoice) else None
+        for path, _, field, many in plugin_fields(RunConfig)
+        if not many
+    }
 
 
 _PLUGIN_DEFAULTS = _plugin_defaults()

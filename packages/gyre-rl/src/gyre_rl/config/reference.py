@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gyre_rl.config.convert import plugin_kind, takes_many
+from gyre_rl.config.convert import plugin_fields, plugin_kind
 from gyre_rl.config.describe import describe
 from gyre_rl.config.dump import _value, to_table
 from gyre_rl.config.schema import PluginChoice, RunConfig
@@ -109,14 +109,12 @@ def _table(cls: type[Any]) -> str:
 
 def _plugin_table() -> str:
     rows = ["| section | kind | default |", "|---|---|---|"]
-    hints = typing.get_type_hints(RunConfig, include_extras=True)
-    for field in dataclasses.fields(RunConfig):
-        kind = plugin_kind(hints[field.name])
-        if kind is not None and takes_many(hints[field.name]):
-            rows.append(f"| `[[{field.name}]]` | {kind}, any number | none |")
-        elif kind is not None:
+    for path, kind, field, many in plugin_fields(RunConfig):
+        if many:
+            rows.append(f"| `[[{path}]]` | {kind}, any number | none |")
+        else:
             default = f"`{field.default.name}`" if isinstance(field.default, PluginChoice) else "required"
-            rows.append(f"| `[{field.name}]` | {kind} | {default} |")
+            rows.append(f"| `[{path}]` | {kind} | {default} |")
     return "\n".join(rows) + "\n"
 
 

@@ -145,8 +145,8 @@ class CostsConfig:
 class SchedulerConfig:
     """When cells change their role. Loads and marks are shares of sampling capacity."""
 
-    policy: str = "watermark"
-    """Policy of gyre-sched by name."""
+    policy: Annotated[PluginChoice, Kind.POLICY] = PluginChoice("watermark")
+    """When cells turn: a policy by name, or [scheduler.policy] with its name and options."""
     low: float = 0.7
     """Demand below which the idlest rollout cell is released to TRAIN, while data is ready."""
     high: float = 0.95

@@ -323,7 +323,7 @@ def run_started(config: RunConfig, directory: RunDirectory, step: int, resumed: 
         config.steps,
         config.cells.count,
         config.seed,
-        config.scheduler.policy,
+        config.scheduler.policy.name,
         rollout.tasks_per_step,
         rollout.group_size,
         resumed,
@@ -371,7 +371,7 @@ async def assembled(
             config, directory, parts.cells, parts.rollout, parts.store, parts.post, bus, applied=source.version
         )
         parts.driver = RunDriver(parts.cells, parts.rollout, parts.training, bus, parts.spawn)
-        scheduler = make_scheduler(config, source.version)
+        scheduler = make_scheduler(config, plugins, source.version)
         parts.runner = SchedulerRunner(
             scheduler,
             parts.driver,

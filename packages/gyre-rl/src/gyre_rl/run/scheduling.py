@@ -1,14 +1,12 @@
-"""The scheduler of a run: gyre-sched's machine with the run's settings and its write-ahead log.
+"""The scheduler of a run: gyre-sched's machine with the run's settings and policy, and its write-ahead log.
 
 Invariant: the log of each life of a run is a file of its own, so that any of them can be replayed. Decides nothing.
 """
 
 from __future__ import annotations
 
-import difflib
-
-from gyre_core import ConfigError
-from gyre_sched import POLICIES, Scheduler
+from gyre_core import ComponentContext, Kind, PluginManager
+from gyre_sched import Policy, Scheduler
 from gyre_sched.log import EventLog
 
 from gyre_rl.config.scheduling import sched_config
@@ -16,19 +14,17 @@ from gyre_rl.config.schema import RunConfig
 from gyre_rl.run.directory import RunDirectory
 
 
-def make_scheduler(config: RunConfig, first_version: int) -> Scheduler:
+def make_scheduler(config: RunConfig, plugins: PluginManager, first_version: int) -> Scheduler:
     """A fresh machine that goes on with the step of number `first_version`."""
-    name = config.scheduler.policy
-    policy = POLICIES.get(name)
-    if policy is None:
-        near = difflib.get_close_matches(name, POLICIES, 1)
-        raise ConfigError(
-            "choosing the scheduling policy (scheduler.policy)",
-            got=repr(name),
-            expected=f"one of {', '.join(sorted(POLICIES))}",
-            fix=f"Did you mean {near[0]!r}?" if near else "",
-        )
-    return Scheduler(sched_config(config, first_version), policy)
+    return Scheduler(sched_config(config, first_version), make_policy(config, plugins))
+
+
+def make_policy(config: RunConfig, plugins: PluginManager) -> Policy:
+    """The run's policy; PluginError when no installed plugin brings it."""
+    chosen = config.scheduler.policy
+    context = ComponentContext(".", "scheduler", config.seed, base_dir=config.base_dir)
+    policy: Policy = plugins.create(Kind.POLICY, chosen.name, chosen.options, context)
+    return policy
 
 
 def scheduler_log(config: RunConfig, scheduler: Scheduler, directory: RunDirectory) -> EventLog:
@@ -39,4 +35,4 @@ def scheduler_log(config: RunConfig, scheduler: Scheduler, directory: RunDirecto
         while (old := path.with_name(f"scheduler.{number}.jsonl")).exists():
             number += 1
         path.rename(old)
-    return EventLog(path, scheduler.config, policy=config.scheduler.policy)
+    return EventLog(path, scheduler.config, policy=config.scheduler.policy.name)

@@ -20,6 +20,8 @@ KINDS = (
     Kind.ENGINE,
     Kind.HARNESS,
     Kind.LAUNCHER,
+    Kind.OBJECTIVE,
+    Kind.POLICY,
     Kind.SANDBOX,
     Kind.SCORER,
     Kind.SINK,
@@ -52,6 +54,21 @@ class Names:
         """The class's name without its kind: "MyThing"."""
         return "".join(part.capitalize() for part in self.name.split("-"))
 
+    @property
+    def cls(self) -> str:
+        """The component's class: "MyThingScorer"."""
+        return f"{self.stem}{_WORDS.get(self.kind, self.kind.value.capitalize())}"
+
+    @property
+    def options(self) -> str:
+        """The class of its options. An objective's fields are its options."""
+        return self.cls if self.kind is Kind.OBJECTIVE else f"{self.stem}Options"
+
+    @property
+    def options_module(self) -> str:
+        """The module that its options are in."""
+        return self.kind.value if self.kind is Kind.OBJECTIVE else "options"
+
     def fill(self, text: str) -> str:
         """A template with these names in it."""
         values = {
@@ -60,15 +77,30 @@ class Names:
             "name": self.name,
             "distribution": self.distribution,
             "module": self.module,
-            "Class": f"{self.stem}{_WORDS.get(self.kind, self.kind.value.capitalize())}",
-            "Options": f"{self.stem}Options",
-            "section": {Kind.TASKSET: "tasks", Kind.SINK: "sinks"}.get(self.kind, self.kind.value),
+            "Class": self.cls,
+            "Options": self.options,
+            "options_module": self.options_module,
+            "options_file": f"{self.options_module}.py",
+            "usage": _USAGE.get(self.kind, f'[{self.kind.value}]\nname = "$name"').replace("$name", self.name),
+            "dependencies": ", ".join(f'"{name}"' for name in ("gyre-core", *_LEAVES.get(self.kind, ()))),
+            "test_dependencies": ", ".join(f'"{name}"' for name in (*_TESTED_WITH, *_ALSO_TESTED.get(self.kind, ()))),
             "test": self.name.replace("-", "_"),
         }
         return Template(text).substitute(values)
 
 
 _WORDS = {Kind.TASKSET: "TaskSet"}
+_USAGE = {
+    Kind.TASKSET: '[tasks]\nname = "$name"',
+    Kind.SINK: '[[sinks]]\nname = "$name"',
+    Kind.POLICY: '[scheduler.policy]\nname = "$name"',
+    Kind.OBJECTIVE: '[trainer]\nobjective = "$name"',
+}
+"""How a run's file chooses it, where that is not a section of its kind's name."""
+_LEAVES = {Kind.POLICY: ("gyre-sched",), Kind.OBJECTIVE: ("gyre-loss",)}
+"""The leaf that a kind adapts."""
+_TESTED_WITH = ("gyre-core[testing]", "pytest>=8", "pytest-asyncio>=0.24")
+_ALSO_TESTED = {Kind.OBJECTIVE: ("transformers>=4.51",)}
 
 
 def names_of(kind: str, name: str) -> Names:
@@ -96,13 +128,13 @@ def contents(names: Names) -> dict[str, str]:
         return names.fill((folder / f"{template}.tmpl").read_text(encoding="utf-8"))
 
     kind, source = names.kind.value, f"src/{names.module}"
-    return {
+    options = {} if names.kind is Kind.OBJECTIVE else {f"{source}/options.py": read(f"{kind}_options.py")}
+    return options | {
         "pyproject.toml": read("pyproject.toml"),
         "README.md": read("README.md"),
         f"{source}/__init__.py": f'"""{names.distribution}: the {kind} "{names.name}" for Gyre."""\n',
         f"{source}/py.typed": "",
         f"{source}/plugin.py": read("plugin.py"),
-        f"{source}/options.py": read(f"{kind}_options.py"),
         f"{source}/{kind}.py": read(f"{kind}.py"),
         f"tests/test_{names.name.replace('-', '_')}_{kind}.py": read(f"{kind}_test.py"),
     }

@@ -14,7 +14,7 @@ import torch
 from gyre_core import BatchStats, ConfigError, Contribution, InfrastructureError, MicroBatch, WeightSource
 from gyre_loss import TreeBatch, accumulate, from_bytes, token_logprobs
 from gyre_loss.named import flat_metrics, make_objective
-from gyre_loss.objective import PolicyLoss
+from gyre_loss.objective import Objective
 from gyre_weights import catch_up
 from torch import nn
 
@@ -28,7 +28,7 @@ HandOver: TypeAlias = Callable[[Contribution, Gradients], None]
 TRAIN_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
-def chosen_objective(name: str, options: Mapping[str, Any]) -> PolicyLoss:
+def chosen_objective(name: str, options: Mapping[str, Any]) -> Objective:
     """gyre-loss's objective of this name (`gyre_loss.named`); ConfigError where it refuses name or options."""
     try:
         return make_objective(name, options)
