@@ -5,19 +5,27 @@ Every route needs `Authorization: Bearer <admin token>`. Errors are JSON: `{"err
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
 
-from gyre_tito.records import ExecutionInfo, ExecutionSpec, Score, Status
+from gyre_tito.records import ExecutionInfo, ExecutionSpec, Prescribed, Score, Status
 from gyre_tito.requests import ApiError
 from gyre_tito.schema import StoreError
 from gyre_tito.service import TitoService
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class PrescribedBody(msgspec.Struct):
+    """Sampling that holds whatever the agent asks for."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0)]
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
 
 
 class OpenBody(msgspec.Struct):
@@ -29,6 +37,7 @@ class OpenBody(msgspec.Struct):
     step: int = 0
     purpose: Literal["train", "eval"] = "train"
     metadata: dict[str, Any] = {}
+    prescribed: PrescribedBody | None = None
 
 
 class LabelBody(msgspec.Struct):
@@ -57,7 +66,8 @@ def admin_routes(service: TitoService, token: str) -> list[web.RouteDef]:
 
     async def open_execution(request: web.Request) -> Any:
         asked = await _read(request, OpenBody)
-        spec = ExecutionSpec(asked.execution, asked.task, asked.group, asked.step, asked.purpose, asked.metadata)
+        rule = None if asked.prescribed is None else Prescribed(asked.prescribed.temperature, asked.prescribed.top_p)
+        spec = ExecutionSpec(asked.execution, asked.task, asked.group, asked.step, asked.purpose, asked.metadata, rule)
         opened = await service.open_execution(spec)
         return msgspec.to_builtins(
             {
@@ -114,6 +124,7 @@ def describe(info: ExecutionInfo) -> dict[str, Any]:
         "step": info.step,
         "purpose": info.purpose,
         "metadata": dict(info.metadata),
+        "prescribed": None if info.prescribed is None else dataclasses.asdict(info.prescribed),
         "status": str(info.status),
         "score": score,
         "cause": info.cause,

@@ -5,6 +5,7 @@ The same calls as `TitoService`, over HTTP; each goes to the worker that serves 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -51,6 +52,7 @@ class AdminClient:
             "step": spec.step,
             "purpose": spec.purpose,
             "metadata": dict(spec.metadata),
+            "prescribed": None if spec.prescribed is None else dataclasses.asdict(spec.prescribed),
         }
         return OpenedExecution(**await self._post(spec.execution, "", body))
 

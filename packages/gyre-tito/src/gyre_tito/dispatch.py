@@ -7,6 +7,7 @@ the store cannot take a call, its execution takes no more: a tree with holes is 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -114,7 +115,7 @@ class Dispatcher:
             session=plan.session.info.session,
             prompt_ids=plan.prompt_ids,
             new_from=plan.new_from,
-            sampling=self._sampling(requested, len(plan.prompt_ids), number),
+            sampling=self._sampling(_as_prescribed(requested, execution), len(plan.prompt_ids), number),
             purpose=execution.info.purpose,
         )
 
@@ -211,3 +212,21 @@ class Dispatcher:
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks))
+
+
+def _as_prescribed(asked: SamplingRequest, execution: Execution) -> SamplingRequest:
+    """What the agent asked, drawn from the distribution that its execution prescribes."""
+    rule = execution.info.prescribed
+    if rule is None:
+        return asked
+    return dataclasses.replace(
+        asked,
+        temperature=rule.temperature,
+        top_p=rule.top_p,
+        top_k=None,
+        min_p=None,
+        frequency_penalty=0.0,
+        presence_penalty=0.0,
+        repetition_penalty=1.0,
+        logit_bias=(),
+    )

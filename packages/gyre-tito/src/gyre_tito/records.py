@@ -47,6 +47,18 @@ class Link(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Prescribed:
+    """Sampling that holds for every call of an execution, whatever its agent asks for.
+
+    The loss needs the distribution that the trainer computes. An agent's own temperature, filters (top-k, min-p),
+    penalties and logit biases would draw from another one; they are set aside. Lengths, stops, seeds and n are its own.
+    """
+
+    temperature: float
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutionSpec:
     """What the caller knows when it opens an execution: attempt number `execution` (a unique name) at `task`."""
 
@@ -56,6 +68,7 @@ class ExecutionSpec:
     step: int = 0
     purpose: Purpose = "train"
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    prescribed: Prescribed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +117,7 @@ class ExecutionInfo:
     calls: int
     context_tokens: int
     sampled_tokens: int
+    prescribed: Prescribed | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

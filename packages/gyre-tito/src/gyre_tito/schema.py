@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from gyre_tito.pack import Packer
-from gyre_tito.records import CallRecord, ExecutionInfo, Link, Score, SessionInfo, Status
+from gyre_tito.records import CallRecord, ExecutionInfo, Link, Prescribed, Score, SessionInfo, Status
 
 SCHEMA_VERSION = 1
 _CACHE_KB = 512  # calls are written once and read in order: a larger page cache holds nothing that is used again
@@ -24,7 +24,7 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE executions (
     execution TEXT PRIMARY KEY, task TEXT NOT NULL, grp TEXT NOT NULL, step INTEGER NOT NULL, purpose TEXT NOT NULL,
     metadata TEXT NOT NULL, status TEXT NOT NULL, score REAL, milestones TEXT, cause TEXT NOT NULL DEFAULT '',
-    opened_at REAL NOT NULL, closed_at REAL, key_hash BLOB UNIQUE
+    opened_at REAL NOT NULL, closed_at REAL, key_hash BLOB UNIQUE, prescribed TEXT
 ) WITHOUT ROWID;
 CREATE INDEX executions_by_step ON executions (step, grp);
 CREATE TABLE sessions (
@@ -49,7 +49,7 @@ CALL_COLUMNS = (
 )
 EXECUTION_COLUMNS = (
     "e.execution, e.task, e.grp, e.step, e.purpose, e.metadata, e.status, e.score, e.milestones, e.cause, "
-    "e.opened_at, e.closed_at"
+    "e.opened_at, e.closed_at, e.prescribed"
 )
 
 
@@ -182,9 +182,10 @@ def row_to_execution(row: tuple[Any, ...]) -> ExecutionInfo:
         cause=row[9],
         opened_at=row[10],
         closed_at=row[11],
-        calls=row[12],
-        context_tokens=row[13],
-        sampled_tokens=row[14],
+        prescribed=None if row[12] is None else Prescribed(**loads(row[12])),
+        calls=row[13],
+        context_tokens=row[14],
+        sampled_tokens=row[15],
     )
 
 

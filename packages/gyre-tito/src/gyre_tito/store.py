@@ -89,12 +89,13 @@ class Store:
             str(Status.OPEN),
             time.time(),
             key_hash(api_key) if api_key else None,
+            None if spec.prescribed is None else schema.dumps(spec.prescribed),
         )
 
         def job(db: sqlite3.Connection, _: Packer) -> None:
             db.execute(
-                "INSERT INTO executions (execution, task, grp, step, purpose, metadata, status, opened_at, key_hash) "
-                "VALUES (?,?,?,?,?,?,?,?,?)",
+                "INSERT INTO executions (execution, task, grp, step, purpose, metadata, status, opened_at, key_hash, "
+                "prescribed) VALUES (?,?,?,?,?,?,?,?,?,?)",
                 row,
             )
 

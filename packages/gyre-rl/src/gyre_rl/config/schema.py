@@ -85,7 +85,7 @@ class RolloutConfig:
     shuffle: bool = True
     """Draw tasks in an order given by the seed, anew each time all were drawn; else in the set's own order."""
     temperature: Annotated[float, Meta(gt=0)] = 1.0
-    """Sampling temperature of training executions."""
+    """Sampling temperature of training executions, whatever their agents ask for."""
     top_p: Share = 1.0
     """Nucleus of training executions. Below 1 the sampling differs from the policy that is trained."""
     max_staleness: Count = 1
@@ -207,7 +207,7 @@ class EvalConfig:
     every: Count = 0
     """Also evaluate after every so many steps; 0 is only at the start and at the end."""
     temperature: Annotated[float, Meta(ge=0)] = 1.0
-    """Sampling temperature of evaluations; 0 is greedy."""
+    """Sampling temperature of evaluations, whatever their agents ask for; 0 is greedy."""
 
 
 @dataclass(frozen=True, slots=True)

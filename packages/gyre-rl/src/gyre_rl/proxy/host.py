@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from gyre_core import InfrastructureError
-from gyre_tito import ExecutionSpec, Limits, ProxyServer, Score, Status, Store, TitoService, load_format
+from gyre_tito import ExecutionSpec, Limits, Prescribed, ProxyServer, Score, Status, Store, TitoService, load_format
 
 from gyre_rl.procs.child import ChildSpec
 from gyre_rl.procs.link import Link
@@ -49,6 +49,8 @@ class OpenExecution:
     group: str
     step: int
     purpose: str
+    temperature: float
+    top_p: float
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
@@ -137,6 +139,7 @@ class ProxyHost:
             message.step,
             "eval" if message.purpose == "eval" else "train",
             message.metadata,
+            Prescribed(message.temperature, message.top_p),
         )
         opened = await self._up().open_execution(spec)
         return Opened(opened.api_key, opened.base_url)

@@ -178,9 +178,9 @@ class Rollout:
         self.partial_scores += partial and (score or 0.0) > 0.0
 
     async def _attempt(self, plan: GroupPlan, recorded: str, step: int) -> Outcome:
-        opened: Opened = await self.proxy().call(
-            "/open", OpenExecution(recorded, plan.task.id, plan.name, step, plan.purpose.value), Opened
-        )
+        top_p = self.config.rollout.top_p if plan.purpose is Purpose.TRAIN else 1.0
+        asked = OpenExecution(recorded, plan.task.id, plan.name, step, plan.purpose.value, plan.temperature, top_p)
+        opened: Opened = await self.proxy().call("/open", asked, Opened)
         job = ExecutionJob(
             recorded,
             plan.task,
@@ -189,7 +189,7 @@ class Rollout:
             plan.purpose,
             seed_of(self.config.seed, recorded),
             plan.temperature,
-            self.config.rollout.top_p if plan.purpose is Purpose.TRAIN else 1.0,
+            top_p,
         )
         return await self.agents().call("/run", job, Outcome, timeout_s=None)
 
