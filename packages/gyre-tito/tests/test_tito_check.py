@@ -159,10 +159,12 @@ def test_faults_of_executions_and_groups():
 
 def test_packed_rows_become_turns():
     turns = packed_turns([1, 2, 3, 4, 5, 6, 7], 2, [1, 1, 0, 1, 0], [-1, -2, 0, -3, 0], "row")
-    assert [(t.prompt, t.sampled, t.logprobs) for t in turns] == [
-        ([1, 2], [3, 4], [-1, -2]),
-        ([1, 2, 3, 4, 5], [6], [-3]),
+    assert [(t.parent, t.continues, t.prompt, t.sampled, t.logprobs) for t in turns] == [
+        (None, None, [1, 2], [3, 4], [-1, -2]),
+        (0, 4, [5], [6], [-3]),
     ]
+    tree = TrajectoryTree.from_records(calls_of(rollout(*turns)))
+    assert tree.path_ids(1).tolist() == [1, 2, 3, 4, 5, 6]
     (mismatch,) = packed_turns([1, 2, 3], 1, [1], [-1, -2], "row")
     assert "length-mismatch" in codes(rollout(mismatch))
 

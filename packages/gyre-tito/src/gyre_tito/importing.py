@@ -28,20 +28,26 @@ def calls_of(rollout: Rollout) -> list[CallRecord]:
     calls: list[CallRecord] = []
     for index, turn in enumerate(rollout.turns):
         prompt = np.asarray(turn.prompt, dtype=np.int32)
-        parent, prefix = tree.longest_prefix(prompt)
+        if turn.continues is not None and turn.parent is not None:
+            parent, prefix, context = turn.parent, turn.continues, prompt
+        else:
+            parent, prefix = tree.longest_prefix(prompt)
+            context = prompt[prefix:]
         sampled = np.asarray(turn.sampled, dtype=np.int32)
         call = CallRecord(
             index=index,
             session=turn.session,
             parent=parent,
             prefix_len=prefix,
-            context_ids=prompt[prefix:],
+            context_ids=context,
             sampled_ids=sampled,
             logprobs=_or_unknown(turn.logprobs, len(sampled)),
             versions=_versions(turn, len(sampled)),
             finish=turn.stop_after or "unknown",
             link=Link.UNKNOWN,
             cached_tokens=turn.cached,
+            started_at=turn.started_at or 0.0,
+            ended_at=turn.ended_at or 0.0,
             meta={"place": turn.place},
         )
         tree.insert(call)
@@ -91,12 +97,14 @@ async def _import(
                 "(such tokens are not what the engine sampled, and are marked so)"
             )
         rollout = encoded_text(rollout, chat)
-    execution = f"{prefix}{rollout.execution}" + (f"#{number}" if rollout.row else "")
+    execution = f"{prefix}{rollout.execution}" + (f"#{rollout.row}" if rollout.row else "")
     metadata = {**rollout.metadata, "imported_from": path.name, "format": form, "advantage": rollout.advantage}
     known = {one.execution for one in store.executions(execution=execution)}
     if known:
         execution = f"{execution}#{number}"
-    spec = ExecutionSpec(execution, rollout.task or "", rollout.group or "", rollout.step or 0, metadata=metadata)
+    spec = ExecutionSpec(
+        execution, rollout.task or "", rollout.group or "", rollout.step or 0, rollout.purpose, metadata
+    )
     calls = calls_of(rollout)
     await store.add_execution(spec)
     for session in dict.fromkeys(call.session for call in calls):

@@ -79,13 +79,14 @@ def packed_turns(
     """A row that packs several turns (prompt, then sampled and context tokens told apart by `mask`) as turns.
 
     `mask`, `logprobs` and `versions` cover the tokens after `prompt_len`. Without a mask everything after the prompt
-    counts as sampled. Context after the last sampled token is left out: no call saw it.
+    counts as sampled. Context after the last sampled token is left out: no call saw it. Each turn continues the one
+    before it, so that the row is kept once however many turns it has.
     """
     rest = len(ids) - prompt_len
     if mask is None or len(mask) != rest:
         return (Turn(ids[:prompt_len], ids[prompt_len:], logprobs, versions, mask, place=place),)
     turns: list[Turn] = []
-    at = 0
+    at = taken = 0
     while at < rest:
         while at < rest and not mask[at]:
             at += 1
@@ -96,13 +97,16 @@ def packed_turns(
             begin = prompt_len + at
             turns.append(
                 Turn(
-                    ids[:begin],
+                    ids[taken:begin],
                     ids[begin : prompt_len + end],
                     None if logprobs is None else logprobs[at:end],
                     None if versions is None else versions[at:end],
                     mask[at:end],
+                    parent=len(turns) - 1 if turns else None,
+                    continues=taken if turns else None,
                     place=place,
                 )
             )
+            taken = prompt_len + end
         at = end
     return tuple(turns)
