@@ -119,9 +119,9 @@ def transports() -> Iterator[Finding]:
 
 
 def environments() -> Iterator[Finding]:
-    """The environments of engines and trainers that live outside this one."""
-    for component in PluginManager.installed().components():
-        module = component.registration.target.partition(":")[0].partition(".")[0]
+    """The environments of their own that plugins have."""
+    modules = {c.registration.target.partition(":")[0].partition(".")[0] for c in PluginManager.installed().components()}
+    for module in sorted(modules):
         origin = importlib.util.find_spec(module)
         spec_file = Path(origin.origin).with_name("environment.toml") if origin and origin.origin else None
         if spec_file is None or not spec_file.is_file():
