@@ -120,8 +120,8 @@ def transports() -> Iterator[Finding]:
 
 def environments() -> Iterator[Finding]:
     """The environments of their own that plugins have."""
-    modules = {c.registration.target.partition(":")[0].partition(".")[0] for c in PluginManager.installed().components()}
-    for module in sorted(modules):
+    components = PluginManager.installed().components()
+    for module in sorted({c.registration.target.partition(":")[0].partition(".")[0] for c in components}):
         origin = importlib.util.find_spec(module)
         spec_file = Path(origin.origin).with_name("environment.toml") if origin and origin.origin else None
         if spec_file is None or not spec_file.is_file():
