@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -65,12 +64,13 @@ def fetch(requirement: str, folder: Path, python: str | None, timeout_s: float) 
 
 
 def find_python() -> str:
-    """An interpreter that has pip: this one, or one on the path."""
+    """An interpreter that has pip: this one, the one this environment was made from, or any on the path."""
     if importlib.util.find_spec("pip") is not None:
         return sys.executable
-    for name in ("python3", "python"):
-        path = shutil.which(name)
-        if path and subprocess.run([path, "-m", "pip", "--version"], capture_output=True, timeout=60).returncode == 0:
+    names = [os.path.join(sys.base_prefix, "bin", "python3")]
+    names += [os.path.join(folder, name) for folder in os.get_exec_path() for name in ("python3", "python")]
+    for path in dict.fromkeys(names):
+        if os.access(path, os.X_OK) and _has_pip(path):
             return path
     raise InfrastructureError(
         "fetching a project's sources",
@@ -78,6 +78,13 @@ def find_python() -> str:
         expected="pip, to ask the package index",
         fix="Install pip, set tasks.python to an interpreter that has it, or give the tests with tasks.tests.",
     )
+
+
+def _has_pip(python: str) -> bool:
+    try:
+        return subprocess.run([python, "-m", "pip", "--version"], capture_output=True, timeout=60).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def _download(requirement: str, name: str, into: Path, python: str, timeout_s: float) -> None:
