@@ -63,7 +63,7 @@ class TreeBatch:
         put(self, "token_ids", vector(self.token_ids, "token_ids", np.int32, _DOING))
         put(self, "entry_token", vector(self.entry_token, "entry_token", np.int64, _DOING))
         entries = self.entry_token.shape[0]
-        for name, dtype in _ENTRY_DTYPES.items():
+        for name, dtype in ENTRY_DTYPES.items():
             put(self, name, vector(getattr(self, name), name, dtype, _DOING, entries))
         put(self, "execution_ids", tuple(self.execution_ids))
         count = len(self.execution_ids)
@@ -149,7 +149,7 @@ class TreeBatch:
         return replace(self, **changed)
 
 
-_ENTRY_DTYPES: dict[str, type[np.generic]] = {
+ENTRY_DTYPES: dict[str, type[np.generic]] = {
     "entry_execution": np.int32,
     "entry_weight": np.float64,
     "entry_advantage": np.float32,

@@ -109,12 +109,15 @@ class TreeAttention:
             )
 
 
-def loss(batch: TreeBatch, objective: Objective, logp: Tensor, entropy: Tensor | None = None) -> WeightedLoss:
+def loss(
+    batch: TreeBatch, objective: Objective, logp: Tensor, entropy: Tensor | None = None, *, nan_ok: bool = False
+) -> WeightedLoss:
     """The batch's summed loss (float64, with gradient) and its metrics from the log-probabilities of its targets.
 
     ``logp`` [U] and ``entropy`` [U] are of ``inputs(batch).wanted``, in that order, as ``linear_logprob`` gives them.
     ``result.loss.backward()`` starts the last stage's backward. Raises ValueError for other shapes, for NaN, and where
-    the objective needs an entropy that is not there.
+    the objective needs an entropy that is not there. ``nan_ok`` lets NaN through into the gradient, for a trainer that
+    looks at gradients anyway: ranks of a pipeline must not part ways over what only the last one sees.
     """
     doing = "computing a loss from log-probabilities"
     targets = Targets.of(batch, Layout.of(batch))
@@ -126,7 +129,7 @@ def loss(batch: TreeBatch, objective: Objective, logp: Tensor, entropy: Tensor |
             continue
         if tensor.shape != (count,):
             fail(doing, f"{name} of shape {tuple(tensor.shape)}", f"({count},), one per trained token")
-        if bool(torch.isnan(tensor.detach()).any()):
+        if not nan_ok and bool(torch.isnan(tensor.detach()).any()):
             bad = int(torch.isnan(tensor.detach()).nonzero()[0])
             fail(doing, f"{name}[{bad}] is NaN (token {targets.token[bad]} of the batch)", "a number")
     if entropy is None and objective.needs_entropy:

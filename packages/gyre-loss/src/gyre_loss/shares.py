@@ -1,4 +1,5 @@
-"""A batch cut into a given number of shares of about equal size, for ranks that work at the same time.
+"""A batch cut into a given number of shares of about equal size, for ranks that work at the same time; and the share of
+one execution.
 
 The invariant is `partition`'s: every loss entry is in exactly one share, so losses and gradients of the shares add up
 to those of the batch. What stands above several shares is computed in each of them. Needs numpy alone.
@@ -6,9 +7,13 @@ to those of the batch. What stands above several shares is computed in each of t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
 from gyre_loss._check import fail
-from gyre_loss.batch import TreeBatch
-from gyre_loss.partitioner import partition
+from gyre_loss.batch import ENTRY_DTYPES, TreeBatch
+from gyre_loss.partitioner import partition, prune
 
 
 def shares(batch: TreeBatch, count: int, *, whole: bool = False) -> tuple[TreeBatch, ...]:
@@ -33,3 +38,20 @@ def shares(batch: TreeBatch, count: int, *, whole: bool = False) -> tuple[TreeBa
         else:
             low = middle + 1
     return partition(batch, high, oversize="alone").parts
+
+
+def alone(batch: TreeBatch, execution: str) -> TreeBatch:
+    """What of ``batch`` trains one execution: its loss entries and the tokens they depend on. ValueError for a name
+    without entries here.
+
+    >>> nan = float("nan")
+    >>> batch = TreeBatch.from_arrays(node_parent=[-1], node_start=[0, 3], token_ids=[5, 6, 7],
+    ...     sampled=[False, True, False], logprobs=[nan, -1, nan], versions=[-1, 0, -1], execution="e")
+    >>> alone(batch, "e").token_ids.tolist()
+    [5, 6]
+    """
+    chosen = np.array([name == execution for name in batch.execution_ids], np.bool_)[batch.entry_execution]
+    if not chosen.any():
+        fail("taking one execution out of a batch", f"{execution!r}", f"one of {', '.join(batch.execution_ids)}")
+    entries = {name: getattr(batch, name)[chosen] for name in ("entry_token", *ENTRY_DTYPES)}
+    return prune(replace(batch, **entries))

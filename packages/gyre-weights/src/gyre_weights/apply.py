@@ -19,6 +19,7 @@ from gyre_weights.arrays import DTYPE_BYTES, Bytes, HostTensor, host_tensor, is_
 from gyre_weights.delta_code import Patch
 from gyre_weights.digest import CHUNK, Digest, digest_bytes, digest_torch
 from gyre_weights.errors import MismatchError, VersionError
+from gyre_weights.parallel import each
 from gyre_weights.version import Published, Version, check_base, open_version
 
 
@@ -75,8 +76,7 @@ def apply(
         for name, change in patches:
             write_patch(targets[name], change)
     else:
-        for name in names:
-            _write(version, name, targets[name], check=verify is Verify.DURING)
+        _write_all(version, {name: targets[name] for name in names}, verify=verify)
     if verify is Verify.AFTER:
         for name in names:
             version.verify_tensor(name, _digest(targets[name]))
@@ -173,19 +173,34 @@ def _bytes_of(target: Any, dtype: str) -> Bytes | None:
     return raw
 
 
-def _write(version: Version, name: str, target: Any, *, check: bool) -> None:
-    source = version[name]
-    memory = _bytes_of(target, source.dtype)
-    if memory is not None:
+def _write_all(version: Version, targets: Mapping[str, Any], *, verify: Verify) -> None:
+    """A full version into its targets: host memory by several threads, devices in turn."""
+    sources = {name: version[name] for name in targets}  # maps the files, in one thread
+    memory = {name: _bytes_of(target, sources[name].dtype) for name, target in targets.items()}
+    host = [(name, found) for name, found in memory.items() if found is not None]
+    each(lambda told: _into_host(version, sources[told[0]], *told, verify), host, lambda told: told[1].nbytes)
+    for name, target in targets.items():
+        if memory[name] is None:
+            _into_other(version, sources[name], name, target, check=verify is Verify.DURING)
+
+
+def _into_host(version: Version, source: HostTensor, name: str, memory: Bytes, verify: Verify) -> None:
+    """What was verified is mapped already, and is copied from there; else it is read once, without mapping it."""
+    if verify in (Verify.BEFORE, Verify.AFTER):
+        np.copyto(memory, source.data)
+    elif verify is Verify.NONE:
+        version.read_into(name, memory, 0)
+    else:
         digest = Digest()
-        for start in range(0, source.nbytes, CHUNK):
+        for start in range(0, memory.nbytes, CHUNK):
             piece = memory[start : start + CHUNK]
-            np.copyto(piece, source.data[start : start + CHUNK])
-            if check:
-                digest.add(piece)
-        if check:
-            version.verify_tensor(name, digest.hex())
-        return
+            version.read_into(name, piece, start)
+            digest.add(piece)
+        version.verify_tensor(name, digest.hex())
+
+
+def _into_other(version: Version, source: HostTensor, name: str, target: Any, *, check: bool) -> None:
+    """On a device, in another dtype, or not contiguous."""
     if check:
         version.verify_tensor(name, digest_bytes(source.data))
     if is_torch(target):

@@ -11,16 +11,19 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import weakref
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
 from gyre_weights.arrays import Bytes, HostTensor
-from gyre_weights.digest import CHUNK, Digest
+from gyre_weights.digest import CHUNK, Digest, digest_bytes
 from gyre_weights.errors import CorruptError, IncompleteError
 from gyre_weights.manifest import StoredEntry
+from gyre_weights.parallel import SMALL, processors
 
 PAGE = 4096
 HEADER_ROOM = 32 * PAGE
@@ -32,8 +35,10 @@ _ENTRY_EXTRA = 120
 class ShardFile:
     """One shard being written."""
 
-    def __init__(self, path: Path, *, version: int, room: int = HEADER_ROOM) -> None:
-        self.path, self._room = path, room
+    def __init__(
+        self, path: Path, *, version: int, room: int = HEADER_ROOM, helper: ThreadPoolExecutor | None = None
+    ) -> None:
+        self.path, self._room, self._helper = path, room, helper
         self._meta = {"format": "pt", "gyre_version": str(version)}
         self._entries: dict[str, dict[str, object]] = {}
         self._header_bytes = len(json.dumps({"__metadata__": self._meta})) + 16
@@ -52,19 +57,28 @@ class ShardFile:
 
     def add(self, name: str, tensor: HostTensor) -> StoredEntry:
         """Write one tensor. OSError when the disk is full."""
-        digest = Digest()
-        for start in range(0, tensor.nbytes, CHUNK):
-            piece = tensor.data[start : start + CHUNK]
-            digest.add(piece)
-            _write_all(self._handle, piece)
+        digest = self._write(tensor.data)
         begin, self._at = self._at, self._at + tensor.nbytes
         self._entries[name] = {
             "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, self._at]
         }  # fmt: skip
         self._header_bytes += len(json.dumps(name)) + _ENTRY_EXTRA
         return StoredEntry(
-            self.path.name, self._room + begin, tensor.nbytes, tensor.dtype, tensor.shape, digest.hex()
+            self.path.name, self._room + begin, tensor.nbytes, tensor.dtype, tensor.shape, digest
         )  # fmt: skip
+
+    def _write(self, data: Bytes) -> str:
+        """Write and digest at the same time: by two threads, or piece by piece while a piece is in the cache."""
+        if self._helper is not None and data.nbytes >= SMALL:
+            digest = self._helper.submit(digest_bytes, data)
+            _write_all(self._handle, data)
+            return digest.result()
+        digest_here = Digest()
+        for start in range(0, data.nbytes, CHUNK):
+            piece = data[start : start + CHUNK]
+            digest_here.add(piece)
+            _write_all(self._handle, piece)
+        return digest_here.hex()
 
     def close(self, *, flush: bool) -> int:
         """Write the header and, with `flush`, force all to disk; the file's size."""
@@ -97,6 +111,7 @@ class ShardWriter:
         self._folder, self._stem, self._version = folder, stem, version
         self._limit, self._flush = shard_bytes, flush
         self._open: ShardFile | None = None
+        self._helper = ThreadPoolExecutor(1, "gyre-weights") if processors() > 1 else None
         self.stored: dict[str, StoredEntry] = {}
         self.files: dict[str, int] = {}
 
@@ -108,7 +123,7 @@ class ShardWriter:
             shard = None
         if shard is None:
             path = self._folder / f"{self._stem}-{len(self.files) + 1:05d}.safetensors"
-            self._open = shard = ShardFile(path, version=self._version)
+            self._open = shard = ShardFile(path, version=self._version, helper=self._helper)
         self.stored[name] = shard.add(name, tensor)
         return self.stored[name]
 
@@ -122,6 +137,8 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._helper is not None:
+            self._helper.shutdown()
         if self._open is not None:
             if error is None:
                 self._finish(self._open)
@@ -134,19 +151,34 @@ class MappedFile:
     tensor over it changes no file. It lives as long as an array over it does, also after the file was unlinked."""
 
     def __init__(self, path: Path, doing: str) -> None:
+        self._doing, self._name = doing, path.name
         try:
-            with path.open("rb") as handle:
-                size = os.fstat(handle.fileno()).st_size
-                self.data: Bytes = (
-                    np.frombuffer(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
-                    if size
-                    else np.empty(0, np.uint8)
-                )
+            self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._handle)
+            size = os.fstat(self._handle).st_size
+            self.data: Bytes = (
+                np.frombuffer(mmap.mmap(self._handle, 0, access=mmap.ACCESS_COPY), np.uint8)
+                if size
+                else np.empty(0, np.uint8)
+            )
         except (OSError, ValueError) as error:
             raise IncompleteError(
                 doing, got=f"{type(error).__name__}: {error}", expected=f"a readable file {path.name}",
                 fix="The version may have been dropped as too old; take the newest one.",
             ) from error  # fmt: skip
+
+    def read_into(self, memory: Bytes, offset: int) -> None:
+        """Fill `memory` with the bytes at `offset`, without a page of the mapping being touched: for what is copied
+        once, a mapping costs more than the copy. CorruptError when the file was cut meanwhile."""
+        view = memory.data
+        while view:
+            count = os.preadv(self._handle, [view], offset)
+            if not count:
+                raise CorruptError(
+                    self._doing, got=f"the end of {self._name} at byte {offset}", expected=f"{len(view)} bytes more",
+                    fix="The file was cut short.",
+                )  # fmt: skip
+            view, offset = view[count:], offset + count
 
     def tensor(self, entry: StoredEntry) -> HostTensor:
         """A window of the file."""

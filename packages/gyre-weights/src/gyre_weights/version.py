@@ -14,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from gyre_weights.arrays import HostTensor
+from gyre_weights.arrays import Bytes, HostTensor
 from gyre_weights.delta_code import Patch, decode, patch
 from gyre_weights.digest import digest_bytes
 from gyre_weights.errors import CorruptError, IncompleteError, MismatchError, VersionError
 from gyre_weights.manifest import BaseRef, Manifest, StoredEntry, TensorEntry, identity, read_manifest
+from gyre_weights.parallel import each
 from gyre_weights.shards import MappedFile, read_headers
 
 INDEX = "model.safetensors.index.json"
@@ -108,8 +109,10 @@ class Version(Mapping[str, HostTensor]):
     def verify(self) -> None:
         """Compare everything stored with its digest; CorruptError names the first that differs. Reads all stored
         bytes. Nothing to compare in a folder without a manifest."""
-        for name, entry in self.manifest.stored.items():
-            self.verify_stored(name, entry)
+        stored = list(self.manifest.stored.items())
+        for _, entry in stored:
+            self._window(entry)  # files are mapped by one thread
+        each(lambda named: self.verify_stored(*named), stored, lambda named: named[1].nbytes)
 
     def verify_all(self) -> None:
         """As `verify`, with every version that this one rests on."""
@@ -146,7 +149,15 @@ class Version(Mapping[str, HostTensor]):
             self.base = found
         return self.base
 
+    def read_into(self, name: str, memory: Bytes, start: int) -> None:
+        """Full version: fill `memory` with the bytes of tensor `name` from `start` on."""
+        entry = self.manifest.stored[name]
+        self._mapped(entry).read_into(memory, entry.offset + start)
+
     def _window(self, entry: StoredEntry) -> HostTensor:
+        return self._mapped(entry).tensor(entry)
+
+    def _mapped(self, entry: StoredEntry) -> MappedFile:
         if entry.file not in self._maps:
             self._maps[entry.file] = MappedFile(self.folder / entry.file, self._doing)
         mapped = self._maps[entry.file]
@@ -155,7 +166,7 @@ class Version(Mapping[str, HostTensor]):
                 self._doing, got=f"{entry.file} of {mapped.data.nbytes} bytes",
                 expected=f"at least {entry.offset + entry.nbytes}", fix="The file was cut short.",
             )  # fmt: skip
-        return mapped.tensor(entry)
+        return mapped
 
 
 def _elements(entry: TensorEntry) -> int:
