@@ -1,7 +1,9 @@
 """How fast a session's KV moves between two processes of one host, beside memcpy, raw NIXL and plain sockets.
 
 All in one run. `paged` is the whole move (connect, offer, reserve, read, commit, release) of 8,192 scattered pieces
-of 16 KB; raw NIXL is its transfer alone, lists prepared before. Prints one JSON object as its last line.
+of 16 KB; raw NIXL is its transfer alone, lists prepared before. `digest`: the same move checked, by a source that
+digests each block as it fills; what that costs there is `digest_fill`. `digest_late`: the same, by a source that begins
+to sum when the move does. Prints one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from gyre_kvxfer import HostPool, KVLayout, MigrationServer, MovePolicy, Region, migrate
+from gyre_kvxfer.blocks import block_digests
 from gyre_kvxfer.plan import Runs
 from gyre_kvxfer.transports import nixl
 from gyre_kvxfer.transports.process_vm import ProcessVmExporter, ProcessVmReader
@@ -32,9 +35,9 @@ PIECE = 16 << 10
 CONTIGUOUS = 128 << 20
 
 
-def scattered_pool(seed: int) -> HostPool:
+def scattered_pool(seed: int, digest: str = "") -> HostPool:
     """A pool whose free blocks come in random order, its pages touched."""
-    pool = HostPool(LAYOUT, version=1)
+    pool = HostPool(LAYOUT, version=1, digest=digest)
     np.random.default_rng(seed).shuffle(pool._free)
     for b in pool.buffers:
         b[::4096] = 1
@@ -46,16 +49,17 @@ def scattered_pool(seed: int) -> HostPool:
 
 async def serve() -> None:
     """Sessions to move, contiguous memory to read, blocks to ask for; told what to do on stdin."""
-    pool = scattered_pool(1)
+    pool, late = scattered_pool(1, digest="fast"), scattered_pool(2)
     flat = np.random.default_rng(0).integers(0, 255, CONTIGUOUS, dtype=np.uint8)
     kv = np.random.default_rng(2).integers(0, 60000, TOKENS * LAYOUT.token_nbytes // 2, dtype=np.uint16)
     agent, _ = raw_nixl(flat, pool, True) if nixl.flavour() else (None, None)
-    async with MigrationServer(pool, key=KEY) as server:
+    async with MigrationServer(pool, key=KEY) as server, MigrationServer(late, key=KEY) as late_server:
         exporter = ProcessVmExporter()
         plain = socket.create_server(("127.0.0.1", 0))
         loop = asyncio.get_running_loop()
         hello = {
-            "endpoint": server.endpoint,
+            "fill": server.endpoint,
+            "fill late": late_server.endpoint,
             "meta": exporter.meta(),
             "flat": flat.ctypes.data,
             "pools": [b.ctypes.data for b in pool.buffers],
@@ -65,12 +69,12 @@ async def serve() -> None:
         print("READY" + json.dumps(hello), flush=True)
         while True:
             command = (await loop.run_in_executor(None, sys.stdin.readline)).strip()
-            if command == "fill":
-                while "s" in pool.sessions():  # the last move's source learns of its end a moment later
+            if command.startswith("fill"):
+                one = pool if command == "fill" else late
+                while "s" in one.sessions():  # the last move's source learns of its end a moment later
                     await asyncio.sleep(0.002)
-                pool.append("s", np.arange(TOKENS, dtype=np.int32), kv.view(np.uint8))
-                blocks = pool.sessions()["s"].blocks.tolist()
-                print("READY" + json.dumps({"blocks": blocks}), flush=True)
+                one.append("s", np.arange(TOKENS, dtype=np.int32), kv.view(np.uint8))
+                print("READY{}", flush=True)
             elif command == "sockets":
                 await asyncio.to_thread(answer_plain, plain, pool)
                 print("READY{}", flush=True)
@@ -207,22 +211,45 @@ def plain_benches(sock: socket.socket, pool: HostPool) -> dict[str, Bench]:
 
 
 MOVES = {
-    "paged": ("process_vm", MovePolicy()),
-    "digest": ("process_vm", MovePolicy(digest="fast")),
-    "tcp": ("tcp", MovePolicy()),
-    "shm": ("shm", MovePolicy()),
+    "paged": ("fill", "process_vm", MovePolicy()),
+    "digest": ("fill", "process_vm", MovePolicy(digest="fast")),
+    "digest_late": ("fill late", "process_vm", MovePolicy(digest="fast")),
+    "tcp": ("fill", "tcp", MovePolicy()),
+    "shm": ("fill", "shm", MovePolicy()),
 }
 
 
 async def move(peer: Peer, pool: HostPool, name: str) -> float:
     """Seconds of a whole move: direct, over another transport, or with digests."""
-    transport, policy = MOVES[name]
-    peer.ask("fill")
-    report = await migrate("s", peer.hello["endpoint"], pool, key=KEY, transport=transport, policy=policy)
+    source, transport, policy = MOVES[name]
+    peer.ask(source)
+    report = await migrate("s", peer.hello[source], pool, key=KEY, transport=transport, policy=policy)
     if not report.carried or report.transport != transport:
         raise RuntimeError(str(report))
     pool.drop("s")
     return report.seconds
+
+
+def fill_costs(turns: int = 400) -> dict[str, float]:
+    """What digests cost where they are made: a source adds 16 tokens, one block, at a time. Medians a block."""
+    pools = {"fill_us_per_block": scattered_pool(5), "both": scattered_pool(5, digest="fast")}
+    kv = np.random.default_rng(6).integers(0, 255, LAYOUT.block_nbytes, dtype=np.uint8)
+    tokens, took = np.arange(LAYOUT.block_size, dtype=np.int32), {name: [] for name in pools}
+    for _ in range(turns):
+        for name, pool in pools.items():
+            began = time.perf_counter()
+            pool.append("s", tokens, kv)
+            took[name].append(time.perf_counter() - began)
+    plain, both = (float(np.median(took[name])) * 1e6 for name in pools)
+    pool = pools["both"]
+    blocks = pool.sessions()["s"].blocks
+    whole = timed(lambda: block_digests("fast", LAYOUT, pool.buffers, blocks, 0, turns, turns * LAYOUT.block_size))
+    return {
+        "block_bytes": LAYOUT.block_nbytes,
+        "fill_us_per_block": round(plain, 1),
+        "digest_us_per_block": round(both - plain, 1),
+        "digest_many_us_per_block": round(whole / turns * 1e6, 1),
+    }
 
 
 async def read_whole(reader: ProcessVmReader, flat: np.ndarray) -> float:
@@ -264,6 +291,7 @@ async def measure(repeat: int) -> dict:
         reader = ProcessVmReader.probe(peer.hello["meta"], [Region(peer.hello["flat"], CONTIGUOUS)])
         first = await move(peer, pool, "paged")
         rounds = [await one_round(peer, flat, pool, direct, reader) for _ in range(repeat)]
+        fill = fill_costs()
     finally:
         peer.end()
     nbytes = TOKENS * LAYOUT.token_nbytes
@@ -276,6 +304,8 @@ async def measure(repeat: int) -> dict:
         "paged_vs_naive": round(best["naive"] / best["paged"], 2),
         "tcp_vs_sockets": round(best["sockets"] / best["tcp"], 2),
         "digest_overhead": round(best["digest"] / best["paged"] - 1, 3),
+        "digest_late_overhead": round(best["digest_late"] / best["paged"] - 1, 3),
+        "digest_fill": fill,
         "first_move_s": round(first, 4),
     }
     if "nixl_paged" in best:

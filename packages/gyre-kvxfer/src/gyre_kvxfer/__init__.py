@@ -1,7 +1,7 @@
 """KV-cache layouts, transfer plans, transports and live migration."""
 
 from gyre_kvxfer.destination import MovePolicy
-from gyre_kvxfer.engine import KVSink, KVSource, Pinned, Region
+from gyre_kvxfer.engine import KeptDigests, KVSink, KVSource, Pinned, Region
 from gyre_kvxfer.errors import (
     AuthenticationError,
     KVError,
@@ -26,6 +26,7 @@ __all__ = [
     "KVLayout",
     "KVSink",
     "KVSource",
+    "KeptDigests",
     "LayoutRefused",
     "MigrationServer",
     "MovePolicy",

@@ -16,27 +16,44 @@ from gyre_kvxfer.copy import Bytes, execute
 from gyre_kvxfer.digest import LANES, U64, finish_lanes, finite, lane_sums, part
 from gyre_kvxfer.engine import Region
 from gyre_kvxfer.layout import KVLayout
-from gyre_kvxfer.native import lane_rows
-from gyre_kvxfer.plan import Ints, plan_transfer
+from gyre_kvxfer.native import block_parts
+from gyre_kvxfer.plan import Ints, Runs, plan_transfer
 
 CHUNK_BYTES = 256 << 10
 """Digests take this much of a region at a time, so that gathered copies stay in cache."""
 
 
-def rows(layout: KVLayout, buffers: Sequence[Bytes]) -> list[Bytes]:
-    """Every contiguous piece of a block, as uint8[num_blocks, bytes] views, in layout order."""
+def _pieces(layout: KVLayout) -> tuple[npt.NDArray[np.int64], int]:
+    """A block's contiguous pieces inside one region: their offsets for block 0, and the bytes of each."""
     s, extents = layout.strides, layout.extents
     at = layout.axes.index("B")
     nbytes = layout.itemsize * int(np.prod([extents[a] for a in layout.axes[at + 1 :]], dtype=np.int64))
     outer = np.zeros(1, np.int64)
     for axis in layout.axes[:at]:
         outer = (outer[:, None] + np.arange(extents[axis]) * s[axis]).ravel()
-    shape = (layout.num_blocks, nbytes)
+    return outer, nbytes
+
+
+def rows(layout: KVLayout, buffers: Sequence[Bytes]) -> list[Bytes]:
+    """Every contiguous piece of a block, as uint8[num_blocks, bytes] views, in layout order."""
+    outer, nbytes = _pieces(layout)
+    shape, pitch = (layout.num_blocks, nbytes), layout.strides["B"]
     return [
-        np.ndarray(shape, np.uint8, buffer=buf.data, offset=int(o), strides=(s["B"], 1))
+        np.ndarray(shape, np.uint8, buffer=buf.data, offset=int(o), strides=(pitch, 1))
         for buf in buffers
         for o in outer
     ]
+
+
+def block_runs(layout: KVLayout, blocks: Ints) -> Runs:
+    """Every piece of these whole blocks as a run of its own, in the order of `rows`, piece by piece, then block by
+    block.
+    """
+    outer, nbytes = _pieces(layout)
+    ids = np.asarray(blocks, np.int64) * layout.strides["B"]
+    offset = np.tile((outer[:, None] + ids).ravel(), layout.region_count)
+    region = np.repeat(np.arange(layout.region_count, dtype=np.int64), len(outer) * len(ids))
+    return Runs(region, offset, np.full(len(offset), nbytes, np.int64))
 
 
 def compact_pool(layout: KVLayout, blocks: int) -> tuple[KVLayout, list[Bytes], list[Region]]:
@@ -53,9 +70,11 @@ def block_digests(
     out = np.zeros(stop - first, np.uint64)
     full = max(first, min(stop, n_tokens // layout.block_size))
     ids = np.asarray(blocks[first:full], np.int64)
-    for plane, table in enumerate(rows(layout, buffers)):
-        if len(ids):
-            out[: len(ids)] += _plane_part(kind, table, ids, plane)
+    if len(ids):
+        tables = rows(layout, buffers)
+        if kind != "fast" or not block_parts(tables, ids, out[: len(ids)]):
+            for plane, table in enumerate(tables):
+                out[: len(ids)] += _plane_part(kind, table, ids, plane)
     for b in range(full, stop):
         out[b - first] = _partial(kind, layout, buffers, blocks, b, n_tokens)
     return out
@@ -67,10 +86,6 @@ def _plane_part(kind: str, table: Bytes, ids: npt.NDArray[np.int64], plane: int)
     """
     if bool((np.diff(ids) == 1).all()):
         return part(kind, table[int(ids[0]) : int(ids[-1]) + 1], plane)
-    if kind == "fast":
-        summed = np.empty((len(ids), LANES), np.uint64)
-        if lane_rows(table, ids, summed):
-            return finish_lanes(summed, plane)
     step = max(1, CHUNK_BYTES // table.shape[1])
     held = np.empty((step, table.shape[1]), np.uint8)
     lanes = np.empty((len(ids), LANES), np.uint64)

@@ -4,8 +4,11 @@ Two ways, chosen per pair of ranks. *Direct*: bytes land in the pool where they 
 are read into a compact pool of the source's form and converted from there; taken when dtypes differ, when runs would
 be tiny, or when digests are wanted and the forms differ (a digest is over the source's form).
 
+Whole blocks that land directly are digested by the reading thread itself where the reader can (`SummingReader`): a
+byte is then fetched from memory once.
+
 Invariant: reads stay inside the pinned blocks of the offer, writes inside the reserved blocks; checks run on the
-bytes that were kept, in a thread beside the next read.
+bytes that were kept, in a thread beside the next read or in the one that read them.
 """
 
 from __future__ import annotations
@@ -14,18 +17,20 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeGuard
 
 import numpy as np
 
-from gyre_kvxfer.blocks import all_finite, block_digests, compact_pool
+from gyre_kvxfer.blocks import all_finite, block_digests, block_runs, compact_pool
 from gyre_kvxfer.copy import Bytes, execute
 from gyre_kvxfer.digest import U64
-from gyre_kvxfer.engine import Region
+from gyre_kvxfer.engine import Pinned, Region
 from gyre_kvxfer.errors import LayoutRefused, VerificationFailed, explain
 from gyre_kvxfer.layout import KVLayout
 from gyre_kvxfer.memory import host_buffer
-from gyre_kvxfer.plan import Ints, TransferPlan, plan_transfer, sources_for
-from gyre_kvxfer.transports.base import Access, Reader
+from gyre_kvxfer.native import whole
+from gyre_kvxfer.plan import Ints, TransferPlan, check_table, plan_transfer, sources_for
+from gyre_kvxfer.transports.base import Access, Reader, SummingReader
 
 WINDOW_BYTES = 16 << 20
 """Bytes read before the check of what came begins; also the bound of staging memory."""
@@ -122,24 +127,50 @@ class Copier:
         `LayoutRefused`.
         """
         for index, pair in enumerate(self._pairs):
-            layout = pair.src.layout
-            checked = not pair.direct or self._digest or self._finite
-            step = max(1, WINDOW_BYTES // layout.block_nbytes) * layout.block_size if checked else max(1, stop - start)
-            check: asyncio.Future[None] | None = None
-            for at in range(start, stop, step):
-                end = min(at + step, stop)
-                if pair.direct:
-                    await self._direct(reader, move, pair, at, end, (src_blocks, dst_blocks))
-                    job = partial(self._check_direct, index, pair, at, end, dst_blocks)
-                else:
-                    staged = await self._read_staged(reader, move, pair, at, end, src_blocks)
-                    job = partial(self._finish_staged, index, pair, at, end, dst_blocks, staged)
-                if check is not None:
-                    await check
-                if checked:
-                    check = asyncio.ensure_future(asyncio.to_thread(job))
+            begin = start
+            if self._digest == "fast" and not self._finite and sums_while_reading(reader, pair):
+                size = pair.src.layout.block_size
+                first, full = start // size, stop // size
+                if first < full:
+                    blocks = (src_blocks[first:full], dst_blocks[first:full])
+                    self._note(index, first, await self._read_summed(reader, move, pair, *blocks))
+                begin = max(start, full * size)
+            await self._copy_windows(reader, move, index, begin, stop, src_blocks, dst_blocks)
+
+    async def _read_summed(self, reader: SummingReader, move: str, pair: Pair, src: Ints, dst: Ints) -> U64:
+        """Read whole blocks of one form piece by piece; their digests, uint64[n]."""
+        layout = pair.src.layout
+        check_table(layout, src, 0, len(src) * layout.block_size, "source")
+        remote, local = block_runs(layout, src), block_runs(pair.dst.layout, dst)
+        remote = replace(remote, region=remote.region + pair.src.first)
+        parts = await reader.read_summed(move, remote, local, pair.dst.regions, len(src))
+        self.nbytes += remote.total
+        digests: U64 = parts.reshape(-1, len(src)).sum(axis=0, dtype=np.uint64)
+        return digests
+
+    async def _copy_windows(
+        self, reader: Reader, move: str, index: int, start: int, stop: int, src_blocks: Ints, dst_blocks: Ints
+    ) -> None:
+        """Copy by windows; each is checked and converted in a thread beside the next one's read."""
+        pair = self._pairs[index]
+        layout = pair.src.layout
+        checked = not pair.direct or self._digest or self._finite
+        step = max(1, WINDOW_BYTES // layout.block_nbytes) * layout.block_size if checked else max(1, stop - start)
+        check: asyncio.Future[None] | None = None
+        for at in range(start, stop, step):
+            end = min(at + step, stop)
+            if pair.direct:
+                await self._direct(reader, move, pair, at, end, (src_blocks, dst_blocks))
+                job = partial(self._check_direct, index, pair, at, end, dst_blocks)
+            else:
+                staged = await self._read_staged(reader, move, pair, at, end, src_blocks)
+                job = partial(self._finish_staged, index, pair, at, end, dst_blocks, staged)
             if check is not None:
                 await check
+            if checked:
+                check = asyncio.ensure_future(asyncio.to_thread(job))
+        if check is not None:
+            await check
 
     async def _direct(
         self, reader: Reader, move: str, pair: Pair, at: int, end: int, blocks: tuple[Ints, Ints]
@@ -224,6 +255,15 @@ class Copier:
                 )
 
 
+def sums_while_reading(reader: Reader, pair: Pair) -> TypeGuard[SummingReader]:
+    """Whether this reader can digest the blocks of this pair as it reads them: equal forms, pieces of whole rows."""
+    if not pair.direct or not isinstance(reader, SummingReader) or not reader.can_sum:
+        return False
+    one = [block_runs(side.layout, np.zeros(1, np.int64)) for side in (pair.src, pair.dst)]
+    places = [*(x.offset for x in one), [pair.dst.layout.strides["B"]], [r.addr for r in pair.dst.regions]]
+    return whole(int(one[0].nbytes[0])) and not any((np.asarray(x) % 8).any() for x in places)
+
+
 def source_digests(
     kind: str, layout: KVLayout, regions: Sequence[Region], blocks: Ints, first: int, n_tokens: int
 ) -> U64:
@@ -234,6 +274,21 @@ def source_digests(
         buffers = [host_buffer(r) for r in pool.regions]
         out = np.vstack([out, block_digests(kind, pool.layout, buffers, blocks, first, last, n_tokens)])
     return out
+
+
+def kept_digests(pinned: Pinned, kind: str, layout: KVLayout, regions: Sequence[Region]) -> U64:
+    """uint64[ranks, k]: the digests of this kind that the engine kept of its full blocks; k is 0 if there are none.
+
+    Raises `LayoutRefused` for digests of other ranks or of more blocks than are full.
+    """
+    ranks = len(regions) // layout.region_count
+    if pinned.kept is None or pinned.kept.kind != kind:
+        return np.zeros((ranks, 0), np.uint64)
+    got, full = np.asarray(pinned.kept.values, np.uint64), len(pinned.token_ids) // layout.block_size
+    if got.ndim != 2 or got.shape[0] != ranks or got.shape[1] > full:
+        want = f"[{ranks} ranks, up to {full} full blocks]"
+        raise LayoutRefused(explain("taking kept digests", f"shape {got.shape}", want, "Keep them a block and rank."))
+    return got
 
 
 def _narrow(src: KVLayout, dst: KVLayout) -> KVLayout:

@@ -128,7 +128,7 @@ class MovePolicy:
     `freeze_below` bytes: a session this small is frozen at once. `settle_below` bytes: when a pre-copy round moved no
     more than this, freeze. `max_rounds` pre-copy rounds at most. `reply_s`: wait this long before sending a request
     again (doubling); `give_up_s`: in all, for one request. `digest`: `""`, `"fast"` or `"strong"` block digests,
-    computed on both sides. `finite`: refuse KV with NaN or infinity. `version`: KV of another policy
+    compared by the destination. `finite`: refuse KV with NaN or infinity. `version`: KV of another policy
     version is refused before the source stops decoding (-1: only the sink decides, after).
     """
 

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from gyre_kvxfer.digest import U64
 from gyre_kvxfer.layout import KVLayout
 
 Int32: TypeAlias = npt.NDArray[np.int32]
@@ -33,17 +34,30 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptDigests:
+    """Digests an engine made when blocks filled: a full block's bytes are final, so one digest serves all its moves.
+
+    `kind`: as in `MovePolicy.digest`. `values`: uint64[ranks, k], of the session's first k blocks, all of them full.
+    """
+
+    kind: str
+    values: U64
+
+
+@dataclass(frozen=True, slots=True)
 class Pinned:
     """A session's KV that stays alive and in place until its generation is released.
 
     `version`: policy version that computed every token in it. `token_ids`: int32[n], the tokens whose KV is complete.
-    `block_ids`: int32[ceil(n / block_size)], in token order. `generation`: the engine's name for this pin.
+    `block_ids`: int32[ceil(n / block_size)], in token order. `generation`: the engine's name for this pin. `kept`:
+    digests the engine has of these blocks already; what is missing, the mover computes when a move asks for it.
     """
 
     version: int
     token_ids: Int32
     block_ids: Int32
     generation: int
+    kept: KeptDigests | None = None
 
 
 class KVSource(Protocol):

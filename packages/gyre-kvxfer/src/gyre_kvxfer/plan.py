@@ -161,8 +161,8 @@ def plan_transfer(
     `LayoutRefused` if the layouts do not convert, or a table is short or names a block outside the pool.
     """
     check_convertible(src, dst)
-    _check_table(src, src_blocks, start, stop, "source")
-    _check_table(dst, dst_blocks, start, stop, "destination")
+    check_table(src, src_blocks, start, stop, "source")
+    check_table(dst, dst_blocks, start, stop, "destination")
     heads = range(max(src.heads.start, dst.heads.start), min(src.heads.stop, dst.heads.stop))
     if start == stop or not heads:
         return TransferPlan(src, dst, start, stop, ())
@@ -174,7 +174,8 @@ def plan_transfer(
     return TransferPlan(src, dst, start, stop, tuple(boxes))
 
 
-def _check_table(x: KVLayout, blocks: Ints, start: int, stop: int, side: str) -> None:
+def check_table(x: KVLayout, blocks: Ints, start: int, stop: int, side: str) -> None:
+    """Raise `LayoutRefused` unless the table has the blocks of tokens [start, stop) and all lie in the pool."""
     doing = f"planning tokens [{start},{stop}) at the {side}"
     if not 0 <= start <= stop:
         raise LayoutRefused(explain(doing, f"[{start},{stop})", "0 <= start <= stop", "Correct the range."))

@@ -1,20 +1,22 @@
 """`HostPool`: a paged KV pool in host memory that is a `KVSource` and a `KVSink`.
 
 For engines that keep a host cache, for trying things out, and as the reference that real engines' KV interfaces are
-compared with. Invariant: a block belongs to one sequence or reservation or is free; a pinned block is not reused. It
-computes no KV.
+compared with. Invariant: a block belongs to one sequence or reservation or is free; a pinned block is not reused; a
+digest is that of the bytes its block had when it filled. It computes no KV.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from gyre_kvxfer.blocks import block_digests
 from gyre_kvxfer.copy import execute
-from gyre_kvxfer.engine import Int32, Pinned, Region
+from gyre_kvxfer.digest import U64
+from gyre_kvxfer.engine import Int32, KeptDigests, Pinned, Region
 from gyre_kvxfer.errors import MoveRefused, explain
 from gyre_kvxfer.layout import KVLayout
 from gyre_kvxfer.plan import plan_transfer
@@ -23,7 +25,7 @@ from gyre_kvxfer.plan import plan_transfer
 @dataclass(slots=True)
 class Session:
     """One session's tokens and blocks. `frozen`: nothing may be added; `gone`: it has left; `pins`: who still
-    reads.
+    reads; `digests`: of its first blocks.
     """
 
     tokens: Int32
@@ -31,13 +33,19 @@ class Session:
     frozen: bool = False
     gone: bool = False
     pins: int = 0
+    digests: U64 = field(default_factory=lambda: np.zeros(0, np.uint64))
 
 
 class HostPool:
-    """A pool of `layout.num_blocks` blocks under one policy version."""
+    """A pool of `layout.num_blocks` blocks under one policy version.
 
-    def __init__(self, layout: KVLayout, version: int = 0) -> None:
+    `digest`: the kind of digests it keeps of full blocks, made as they fill (`""`: none; a move that asks for digests
+    then makes them itself). Blocks that came in by a move are caught up with when the session grows.
+    """
+
+    def __init__(self, layout: KVLayout, version: int = 0, digest: str = "") -> None:
         self.version = version
+        self._digest = digest
         self._layout = layout
         self.buffers = [np.zeros(layout.region_nbytes, np.uint8) for _ in range(layout.region_count)]
         self._free = list(range(layout.num_blocks - 1, -1, -1))
@@ -65,6 +73,10 @@ class HostPool:
         table = np.arange(total) - had
         plan = plan_transfer(self._dense(len(token_ids)), self._layout, table, seq.blocks, start=had, stop=total)
         execute(plan, [kv], self.buffers)
+        first, full = len(seq.digests), total // self._layout.block_size
+        if self._digest and full > first:
+            new = block_digests(self._digest, self._layout, self.buffers, seq.blocks, first, full, total)
+            seq.digests = np.concatenate([seq.digests, new])
 
     def read(self, session: str) -> tuple[Int32, npt.NDArray[np.uint8]]:
         """(int32[n], uint8 bytes of [layer, kind, n, head, element]) of a session."""
@@ -107,7 +119,8 @@ class HostPool:
         self._generation += 1
         seq.pins += 1
         self._pins[self._generation] = seq
-        return Pinned(self.version, seq.tokens, seq.blocks, self._generation)
+        kept = KeptDigests(self._digest, seq.digests[None, :]) if self._digest else None
+        return Pinned(self.version, seq.tokens, seq.blocks, self._generation, kept)
 
     async def freeze(self, session: str) -> Pinned:
         """Keep them and refuse to add to them."""

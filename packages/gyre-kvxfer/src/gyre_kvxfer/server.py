@@ -25,7 +25,7 @@ import numpy as np
 
 from gyre_kvxfer import source as m
 from gyre_kvxfer.channel import DATA, Channel, SocketChannel, accept, listen
-from gyre_kvxfer.copier import source_digests
+from gyre_kvxfer.copier import kept_digests, source_digests
 from gyre_kvxfer.digest import U64
 from gyre_kvxfer.engine import KVSource, Pinned, Region
 from gyre_kvxfer.errors import KVError, MoveRefused, TransportError, explain
@@ -57,6 +57,7 @@ class ServedMove:
     task: asyncio.Task[None] | None = None
     tokens: TokenDigest | None = None
     sums: asyncio.Task[U64] | None = None
+    summed_from: int = 0
 
 
 class MigrationServer:
@@ -347,22 +348,27 @@ class MigrationServer:
         await self._send(move.reply_to, message)
 
     async def _digests(self, move: ServedMove, offer: m.SendOffer, layout: KVLayout) -> U64:
-        """Digests of all blocks for a frozen offer. Full blocks are summed while the destination still pre-copies."""
+        """Digests of all blocks for a frozen offer: those the engine kept, and the rest summed here; full blocks while
+        the destination still pre-copies.
+        """
         blocks, n = offer.pinned.block_ids, len(offer.pinned.token_ids)
-        kind, regions = move.digest, self._regions
+        kept = kept_digests(offer.pinned, move.digest, layout, self._regions)
+
+        async def sums(first: int, tokens: int) -> U64:
+            return await asyncio.to_thread(source_digests, move.digest, layout, self._regions, blocks, first, tokens)
+
         if not offer.frozen:
-            if move.sums is None:
-                full = n - n % layout.block_size
-                work = asyncio.to_thread(source_digests, kind, layout, regions, blocks, 0, full)
-                move.sums = asyncio.ensure_future(work)
+            full = n // layout.block_size
+            if move.sums is None and kept.shape[1] < full:
+                move.sums = asyncio.ensure_future(sums(kept.shape[1], full * layout.block_size))
+                move.summed_from = kept.shape[1]
             return np.zeros(0, np.uint64)
-        known = await move.sums if move.sums is not None else None
-        if known is None:
-            whole = await asyncio.to_thread(source_digests, kind, layout, regions, blocks, 0, n)
-        else:
-            rest = await asyncio.to_thread(source_digests, kind, layout, regions, blocks, known.shape[1], n)
-            whole = np.hstack([known, rest])
-        return whole.ravel()
+        known = kept
+        if move.sums is not None:
+            known = np.hstack([kept[:, : move.summed_from], await move.sums])
+        if known.shape[1] < layout.blocks_for(n):
+            known = np.hstack([known, await sums(known.shape[1], n)])
+        return known.ravel()
 
     # -- transports ----------------------------------------------------------------------------------------------
     def _offered(self) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from gyre_kvxfer.digest import U64
 from gyre_kvxfer.engine import Region
 from gyre_kvxfer.errors import ProtocolError, TransportError, explain
 from gyre_kvxfer.layout import KVLayout
@@ -37,6 +38,23 @@ class Reader(Protocol):
 
     async def close(self) -> None:
         """Let go of connections and registrations."""
+        ...
+
+
+@runtime_checkable
+class SummingReader(Reader, Protocol):
+    """A reader that can take `fast` digests while the bytes it read are still in the cache."""
+
+    @property
+    def can_sum(self) -> bool:
+        """Whether it can on this machine."""
+        ...
+
+    async def read_summed(self, move: str, remote: Runs, local: Runs, into: Sequence[Region], blocks: int) -> U64:
+        """Like `read`, the runs being pairs: run i is the piece i // blocks of block i % blocks of a form.
+
+        Returns uint64[runs]: what each adds to its block's digest (`digest.fast_part`). Pieces must be `native.whole`.
+        """
         ...
 
 

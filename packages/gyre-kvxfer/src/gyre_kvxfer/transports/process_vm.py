@@ -12,10 +12,12 @@ import ctypes
 import errno
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 
 import numpy as np
 
+from gyre_kvxfer import native
+from gyre_kvxfer.digest import U64
 from gyre_kvxfer.engine import Region
 from gyre_kvxfer.errors import TransportError, explain
 from gyre_kvxfer.memory import IOV_MAX, IOVEC, Iovecs, cut_streams, iovecs, libc
@@ -67,6 +69,13 @@ def readv(pid: int, local: Iovecs, remote: Iovecs) -> int:
     return int(n)
 
 
+async def _together(works: Iterable[Awaitable[None]]) -> None:
+    """Wait for all, whatever fails: none may write on after this returns. Then raise the first failure."""
+    ended = await asyncio.gather(*works, return_exceptions=True)
+    for error in filter(None, ended):
+        raise error
+
+
 class ProcessVmReader:
     """Reads another process's regions."""
 
@@ -105,10 +114,40 @@ class ProcessVmReader:
             each = min(CALL_BYTES, -(-remote.total // threads))
             parts = list(cut_streams(theirs, ours, IOV_MAX, each))
             reads = (asyncio.to_thread(self._read, parts[n::threads]) for n in range(threads))
-            ended = await asyncio.gather(*reads, return_exceptions=True)  # none may write on after this returns
-            for error in filter(None, ended):
-                raise error
+            await _together(reads)
         self._check()
+
+    @property
+    def can_sum(self) -> bool:
+        """Where there is a C compiler."""
+        return native.load() is not None
+
+    async def read_summed(self, move: str, remote: Runs, local: Runs, into: Sequence[Region], blocks: int) -> U64:
+        """Read and digest in the reading threads."""
+        theirs, ours = iovecs(remote, self._regions), iovecs(local, into)
+        parts = np.empty(len(ours), np.uint64)
+        threads = THREADS if local.total >= SHARED_BYTES else 1
+        step = max(1, min(CALL_BYTES // int(local.nbytes[0]), -(-len(ours) // threads)))
+        firsts = range(0, len(ours), step)
+
+        def work(n: int) -> None:
+            for at in firsts[n::threads]:
+                stopped(self._stopped)
+                end = min(at + step, len(ours))
+                self._read_parts(ours[at:end], theirs[at:end], at, blocks, parts[at:end])
+
+        await _together(asyncio.to_thread(work, n) for n in range(threads))
+        self._check()
+        return parts
+
+    def _read_parts(self, ours: Iovecs, theirs: Iovecs, first: int, blocks: int, parts: U64) -> None:
+        got = native.read_parts(self._pid, ours, theirs, first, blocks, parts)
+        if got != len(ours):
+            name = errno.errorcode.get(ctypes.get_errno(), "less than was offered")
+            came, want = f"{name} after {got} pieces", f"{len(ours)} pieces"
+            raise TransportError(
+                explain("reading the source's memory", came, want, "The source has ended or unmapped its pool.")
+            )
 
     def _read(self, parts: Iterable[tuple[Iovecs, Iovecs, int]]) -> None:
         for r, w, nbytes in parts:
