@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import aiohttp
@@ -211,7 +212,7 @@ async def test_responses_refuses_what_it_cannot_do(tmp_path):
 
 
 async def test_completions_continue_text_without_encoding_it_again(tmp_path):
-    async with Bench(tmp_path, " two three", " five", "x", "y") as bench:
+    async with Bench(tmp_path, " two three", " five", "x", "y", "z") as bench:
         status, first = await bench.post("/v1/completions", {"prompt": "one", "max_tokens": 40, "logprobs": 0})
         assert status == 200
         text = first["choices"][0]["text"]
@@ -223,11 +224,13 @@ async def test_completions_continue_text_without_encoding_it_again(tmp_path):
         assert kept.parent == 0
         assert kept.prefix_len == tree.place(0).path_len - 1
         ids = bench.engine.books[1].prompt.tolist()
-        body = {"prompt": [ids, "other"], "max_tokens": 5, "echo": True}
+        body = {"prompt": [ids, "other"], "max_tokens": 5}
         status, both = await bench.post("/v1/completions", body)
         assert [choice["index"] for choice in both["choices"]] == [0, 1]
-        assert both["choices"][1]["text"].startswith("other")
+        assert both["choices"][1]["text"] == "y"
         assert bench.engine.books[2].prompt.tolist() == ids
+        _, echoed = await bench.post("/v1/completions", {"prompt": "other", "max_tokens": 5, "echo": True})
+        assert echoed["choices"][0]["text"] == "otherz"
         for bad in ({}, {"prompt": []}, {"prompt": [10**6]}, {"prompt": ["a", 1]}, {"prompt": "a", "best_of": 3}):
             status, answer = await bench.post("/v1/completions", bad)
             assert (status, "error" in answer) == (400, True)
@@ -280,6 +283,102 @@ async def test_a_broken_tool_call_is_shown_as_the_model_wrote_it(tmp_path):
         messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "again"}]
         await bench.post("/v1/chat/completions", {"messages": messages, "tools": [tool]})
         bench.one_path()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_tell_logprobs_when_asked(tmp_path, stream):
+    async with Bench(tmp_path, f"{THOUGHT}one two\n{CALL}", "x") as bench:
+        include = ["message.output_text.logprobs"]
+        body = {"input": "u", "tools": RESPONSE_TOOLS, "include": include}
+        if stream:
+            events = await bench.events("/v1/responses", body)
+            response = events[-1]["response"]
+            told = [one for e in events if e["type"] == "response.output_text.delta" for one in e["logprobs"]]
+            done = next(e for e in events if e["type"] == "response.output_text.done")
+            assert told == done["logprobs"][: len(told)]
+            assert told
+        else:
+            _, response = await bench.post("/v1/responses", body)
+        shown = response["output"][1]["content"][0]["logprobs"]
+        assert [one["token_id"] for one in shown] == bench.engine.books[0].sampled
+        assert [one["logprob"] for one in shown] == bench.engine.books[0].logprobs
+        _, plain = await bench.post("/v1/responses", {"input": "v"})
+        assert plain["output"][0]["content"][0]["logprobs"] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_that_was_cut_says_so(tmp_path, stream):
+    async with Bench(tmp_path, "one two three four") as bench:
+        body = {"input": "u", "max_output_tokens": 2}
+        if stream:
+            events = await bench.events("/v1/responses", body)
+            assert events[-1]["type"] == "response.incomplete"
+            assert events[-2]["item"]["status"] == "incomplete"
+            response = events[-1]["response"]
+        else:
+            _, response = await bench.post("/v1/responses", body)
+        assert (response["status"], response["output"][0]["status"]) == ("incomplete", "incomplete")
+        assert response["output"][0]["content"][0]["text"]
+
+
+async def test_what_cannot_be_honoured_is_refused(tmp_path):
+    async with Bench(tmp_path, "a", "b") as bench:
+        messages = [{"role": "user", "content": "u"}]
+        for field, value in (
+            ("functions", [{"name": "f"}]),
+            ("function_call", "auto"),
+            ("chat_template_kwargs", {"enable_thinking": False}),
+            ("guided_json", {}),
+            ("structured_outputs", {"regex": "a"}),
+            ("response_format", {"type": "json_object"}),
+        ):
+            status, answer = await bench.post("/v1/chat/completions", {"messages": messages, field: value})
+            assert (status, answer["error"]["param"]) == (400, field)
+        for more in ({"prompt": [5], "echo": True}, {"prompt": "x", "echo": True, "logprobs": 1}):
+            status, answer = await bench.post("/v1/completions", more)
+            assert (status, answer["error"]["param"]) == (400, "echo")
+        fine = {"functions": [], "chat_template_kwargs": {}, "guided_json": None, "response_format": {"type": "text"}}
+        assert (await bench.post("/v1/chat/completions", {"messages": messages, **fine}))[0] == 200
+
+
+async def test_token_counts_end_a_stream_when_asked(tmp_path):
+    async with Bench(tmp_path, "a", "b", "c", "d") as bench:
+        for path, body in (
+            ("/v1/completions", {"prompt": "u"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "u"}]}),
+        ):
+            plain = await bench.events(path, body)
+            assert all(event["choices"] and "usage" not in event for event in plain)
+            asked = await bench.events(path, {**body, "stream_options": {"include_usage": True}})
+            assert (asked[-1]["choices"], asked[-1]["usage"]["completion_tokens"]) == ([], 2)
+
+
+async def test_paths_and_methods_that_do_not_exist_are_told_in_the_dialect(tmp_path):
+    async with Bench(tmp_path) as bench:
+        for method, path, status, words in (
+            ("POST", "/v1/embeddings", 404, "no route /v1/embeddings"),
+            ("GET", "/v1/chat/completions", 405, "takes POST, not GET"),
+            ("POST", f"/x/{bench.key}/v1/nothing", 404, "no route"),
+            ("DELETE", "/v1/messages", 405, "takes POST, not DELETE"),
+            ("POST", "/v1/messages/batches", 404, "no route"),
+        ):
+            async with bench.http.request(method, bench.server.base_url + path) as answer:
+                told = await answer.json()
+                assert (answer.status, words in told["error"]["message"]) == (status, True)
+                assert ("type" in told) == ("messages" in path)
+                assert answer.headers.get("Allow") == ("POST" if status == 405 else None)
+
+
+async def test_a_body_that_cannot_be_unpacked_is_refused_and_hurts_nobody(tmp_path, caplog):
+    async with Bench(tmp_path, "a") as bench:
+        url = bench.server.base_url + "/v1/messages"
+        headers = {"x-api-key": bench.key, "Content-Encoding": "gzip"}
+        async with bench.http.post(url, data=b"hello", headers=headers) as answer:
+            assert (answer.status, (await answer.json())["error"]["type"]) == (400, "invalid_request_error")
+        good = {"max_tokens": 5, "messages": [{"role": "user", "content": "u"}]}
+        async with bench.http.post(url, data=gzip.compress(json.dumps(good).encode()), headers=headers) as answer:
+            assert answer.status == 200
+        assert not caplog.records
 
 
 async def test_models(tmp_path):

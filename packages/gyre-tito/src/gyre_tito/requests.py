@@ -89,11 +89,13 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """Plain completions: prompts as text or ids, no chat format. `echo`: the answer begins with the prompt."""
+    """Plain completions: prompts as text or ids, no chat format. `echo`: the answer begins with the prompt, which then
+    is text. `include_usage`: a stream ends with its token counts."""
 
     prompts: tuple[str | tuple[int, ...], ...]
     sampling: SamplingRequest
     echo: bool = False
+    include_usage: bool = False
 
 
 @dataclass(frozen=True, slots=True)

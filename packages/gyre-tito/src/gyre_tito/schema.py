@@ -16,7 +16,7 @@ import numpy as np
 from gyre_tito.pack import Packer
 from gyre_tito.records import CallRecord, ExecutionInfo, Link, Prescribed, Score, SessionInfo, Status
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _CACHE_KB = 512  # calls are written once and read in order: a larger page cache holds nothing that is used again
 
 TABLES = """

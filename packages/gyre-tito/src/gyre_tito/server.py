@@ -24,7 +24,7 @@ from gyre_tito.dialects.common import ChatDialect, StreamWriter
 from gyre_tito.dialects.responses import Responses
 from gyre_tito.execution import Execution
 from gyre_tito.messages import HistoryError
-from gyre_tito.requests import ApiError, Piece
+from gyre_tito.requests import ApiError, Piece, invalid
 from gyre_tito.retries import HEADER, request_name
 from gyre_tito.schema import StoreError
 from gyre_tito.service import TitoService
@@ -92,6 +92,7 @@ def create_app(
     app.router.add_get("/openapi.json", _openapi(service))
     if admin_token:
         app.add_routes(admin_routes(service, admin_token))
+    app.router.add_route("*", "/{path:.*}", _nowhere)
     return app
 
 
@@ -186,7 +187,11 @@ class AgentRoutes:
                 metrics.count("disconnects", name)
                 raise
             except Exception as error:  # noqa: BLE001 - the boundary: every failure becomes the dialect's error
-                return self._refuse(error, shape, name)
+                refused = self._refuse(error, shape, name)
+                if request.content.exception() is not None:  # nothing more can be read from this connection
+                    request.content.feed_eof()
+                    refused.force_close()
+                return refused
             metrics.count("requests", name)
             return answer
 
@@ -213,6 +218,11 @@ class AgentRoutes:
             return await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             raise _too_large(self._max_body) from error
+        except web.RequestPayloadError as error:
+            kind = request.headers.get("Content-Encoding", "none")
+            raise invalid(
+                f"the request body cannot be read: cut short, or not in its Content-Encoding ({kind})"
+            ) from error
 
     async def _count(self, request: web.Request) -> web.Response:
         self._execution(request)
@@ -282,6 +292,25 @@ def _json(value: Mapping[str, Any], readers: Sequence[Reader] = ()) -> web.Respo
 def _repeated(readers: Sequence[Reader]) -> dict[str, str]:
     """Says so if the answer is one that was given, or is being given, to an earlier request."""
     return {"Idempotent-Replayed": "true"} if any(reader.repeated for reader in readers) else {}
+
+
+async def _nowhere(request: web.Request) -> web.Response:
+    """Whatever no route takes, in the shape of the dialect that its path is nearest to."""
+    allowed: set[str] = set()
+    for resource in request.app.router.resources():
+        if resource is not request.match_info.route.resource:
+            allowed |= (await resource.resolve(request))[1]
+    if allowed:
+        known = ApiError(
+            405, "invalid_request", f"{request.path} takes {', '.join(sorted(allowed))}, not {request.method}"
+        )
+    else:
+        known = ApiError(404, "not_found", f"there is no route {request.path}; GET /openapi.json lists those that are")
+    shape = anthropic_error if "/v1/messages" in request.path else common.openai_error
+    headers = {"Allow": ", ".join(sorted(allowed))} if allowed else None
+    return web.Response(
+        body=_encode(shape(known)), status=known.status, content_type="application/json", headers=headers
+    )
 
 
 async def _health(_: web.Request) -> web.Response:

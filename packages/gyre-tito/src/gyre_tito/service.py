@@ -81,10 +81,27 @@ class TitoService:
             raise
         info = self.store.execution(spec.execution)
         self._executions[spec.execution] = Execution(info, self.chat_format)
-        self._keys[key] = spec.execution
         self.metrics.gauges["executions_open"] += 1
+        return self._opened(spec.execution, key)
+
+    async def reopen_execution(self, execution: str) -> OpenedExecution:
+        """A new way in to an execution that is still open, for an agent that goes on with it; the old key is refused.
+
+        What it recorded stays; requests that it names as before are told again. Error: none, or one that has ended.
+        """
+        try:
+            self._open(execution)
+        except StoreError as error:
+            raise ApiError(404, "not_found", str(error)) from error
+        key = "gyre-" + secrets.token_urlsafe(24)
+        await self.store.set_key(execution, key)
+        self._keys = {old: name for old, name in self._keys.items() if name != execution}
+        return self._opened(execution, key)
+
+    def _opened(self, execution: str, key: str) -> OpenedExecution:
+        self._keys[key] = execution
         root = self.base_url.rstrip("/")
-        return OpenedExecution(spec.execution, key, f"{root}/v1", f"{root}/x/{key}/v1")
+        return OpenedExecution(execution, key, f"{root}/v1", f"{root}/x/{key}/v1")
 
     async def open_session(
         self, execution: str, session: str, kind: SessionKind = "main", parent: str | None = None

@@ -101,6 +101,15 @@ class Store:
 
         await self.writer.write(job)
 
+    async def set_key(self, execution: str, api_key: str) -> None:
+        """Replace the key of an execution."""
+        row = (key_hash(api_key), execution)
+
+        def job(db: sqlite3.Connection, _: Packer) -> None:
+            db.execute("UPDATE executions SET key_hash=? WHERE execution=?", row)
+
+        await self.writer.write(job)
+
     async def add_session(self, execution: str, session: SessionInfo) -> None:
         """Record a session, or its corrected label."""
         row = (execution, session.session, session.kind, session.parent, int(session.inferred))

@@ -53,7 +53,9 @@ class ChatMessage(msgspec.Struct):
     name: str | None = None
 
 
-class _StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct):
+    """What a stream holds besides text."""
+
     include_usage: bool = False
 
 
@@ -70,7 +72,7 @@ class ChatBody(msgspec.Struct):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     n: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -89,8 +91,27 @@ class ChatBody(msgspec.Struct):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: _Format | None = None
+    functions: Any = None
+    function_call: Any = None
+    chat_template_kwargs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
 
 
+_UNCONSTRAINED = "needs constrained sampling, which is not available; ask for the form in the prompt, or with a tool"
+_REFUSED = {
+    "functions": "is the old form of tools; use tools",
+    "function_call": "is the old form of tool_choice; use tool_choice",
+    "chat_template_kwargs": "cannot change how one request is rendered; the proxy's operator chooses that for a model",
+    "guided_json": _UNCONSTRAINED,
+    "guided_regex": _UNCONSTRAINED,
+    "guided_choice": _UNCONSTRAINED,
+    "guided_grammar": _UNCONSTRAINED,
+    "structured_outputs": _UNCONSTRAINED,
+}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -137,11 +158,11 @@ class ChatCompletions:
         if not common.is_list(bytes(read.messages)):
             raise invalid("messages is missing or no list; send the conversation so far as a list", "messages")
         if read.response_format is not None and read.response_format.type != "text":
-            raise invalid(
-                f"response_format {read.response_format.type!r} needs constrained sampling, which is not available; "
-                "ask for the format in the prompt, or with a tool",
-                "response_format",
-            )
+            raise invalid(f"response_format {read.response_format.type!r} {_UNCONSTRAINED}", "response_format")
+        for field, reason in _REFUSED.items():
+            value = getattr(read, field)
+            if value or (value is not None and reason is _UNCONSTRAINED):
+                raise invalid(f"{field} {reason}", field)
         tools_raw = bytes(read.tools)
         tools = common.clean_tools(common.decode(tools_raw or b"[]", _Tools, "tools"))
         transcript = Transcript(self.name, bytes(read.messages), decode_messages, (), tools, tools_raw)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gyre_tito.dialects import common
-from gyre_tito.dialects.chat import finish_reason, logit_bias
+from gyre_tito.dialects.chat import StreamOptions, finish_reason, logit_bias
 from gyre_tito.requests import (
     Answer,
     ApiError,
@@ -34,6 +34,7 @@ class CompletionBody(msgspec.Struct):
     prompt: str | list[str | int | list[int]] | None = None
     model: str | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     n: int | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -62,6 +63,8 @@ def read(body: bytes, vocabulary: int) -> tuple[TextRequest, bool]:
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         raise invalid("best_of must equal n; every sampled answer is returned", "best_of")
     common.in_range(asked.logprobs, 0, 128, "logprobs")
+    if asked.echo and asked.logprobs is not None:
+        raise invalid("echo with logprobs is not supported; logprobs exist for sampled tokens only", "echo")
     sampling = SamplingRequest(
         max_tokens=16 if asked.max_tokens is None else asked.max_tokens,
         temperature=asked.temperature,
@@ -80,9 +83,11 @@ def read(body: bytes, vocabulary: int) -> tuple[TextRequest, bool]:
         top_logprobs=asked.logprobs or 0,
         n=1 if asked.n is None else asked.n,
     )
-    request = TextRequest(
-        _prompts(asked.prompt, vocabulary), common.check_sampling(sampling, vocabulary), bool(asked.echo)
-    )
+    prompts = _prompts(asked.prompt, vocabulary)
+    if asked.echo and not all(isinstance(prompt, str) for prompt in prompts):
+        raise invalid("echo works for prompts that are text; a prompt of token ids is not read as text", "echo")
+    usage = bool(asked.stream_options and asked.stream_options.include_usage)
+    request = TextRequest(prompts, common.check_sampling(sampling, vocabulary), bool(asked.echo), usage)
     return request, bool(asked.stream)
 
 
@@ -124,8 +129,8 @@ def response(request: TextRequest, answers: Sequence[Answer], model: str) -> dic
 
 def _choice(request: TextRequest, choice: Choice, offset: int, prompt: str | tuple[int, ...]) -> dict[str, Any]:
     text = choice.turn.content
-    if request.echo and isinstance(prompt, str):
-        text = prompt + text
+    if request.echo:
+        text = f"{prompt}{text}"
     return {
         "index": offset + choice.index,
         "text": text,
@@ -188,10 +193,9 @@ class TextStream:
             return b""
         n = self._request.sampling.n
         return b"".join(
-            self._chunk(place * n + number, prompt)
+            self._chunk(place * n + number, str(prompt))
             for place, prompt in enumerate(self._request.prompts)
             for number in range(n)
-            if isinstance(prompt, str)
         )
 
     def delta(self, delta: Delta) -> bytes:
@@ -210,7 +214,9 @@ class TextStream:
     def end(self, answer: Answer) -> bytes:
         """Finish reasons, usage, end mark."""
         out = b"".join(self._chunk(one.index, "", finish=finish_reason(one)) for one in answer.choices)
-        return out + common.event({**self._base, "choices": [], "usage": _usage([answer])}) + b"data: [DONE]\n\n"
+        if self._request.include_usage:
+            out += common.event({**self._base, "choices": [], "usage": _usage([answer])})
+        return out + b"data: [DONE]\n\n"
 
     def _chunk(self, index: int, text: str, finish: str | None = None, logprobs: dict[str, Any] | None = None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}

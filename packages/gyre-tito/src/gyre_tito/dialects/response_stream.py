@@ -6,22 +6,23 @@ same ids. Writes only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gyre_tito.dialects import common
-from gyre_tito.requests import Answer, ApiError, Delta, Started
+from gyre_tito.dialects.chat import token_logprob
+from gyre_tito.requests import Answer, ApiError, Choice, Delta, Started, TokenLogprob
 
 
 def output_items(answer: Answer) -> list[dict[str, Any]]:
     """A turn as items: reasoning, message, function calls."""
-    turn = answer.choices[0].turn
-    name = answer.answer_id
+    choice = answer.choices[0]
+    turn, name = choice.turn, answer.answer_id
     items: list[dict[str, Any]] = []
     if turn.reasoning is not None:
         items.append(reasoning_item(name, turn.reasoning))
     if turn.content or not turn.tool_calls:
-        items.append(message_item(name, turn.content, "completed"))
+        items.append(message_item(name, turn.content, _text_status(choice), choice.logprobs))
     for number, call in enumerate(turn.tool_calls):
         items.append(
             {
@@ -42,15 +43,20 @@ def reasoning_item(name: str, text: str) -> dict[str, Any]:
     return {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content, "status": "completed"}
 
 
-def message_item(name: str, text: str, status: str) -> dict[str, Any]:
-    """A message item."""
-    content = [text_part(text)] if status == "completed" else []
+def _text_status(choice: Choice) -> str:
+    return "incomplete" if choice.finish == "length" and not choice.turn.tool_calls else "completed"
+
+
+def message_item(name: str, text: str, status: str, logprobs: Sequence[TokenLogprob] = ()) -> dict[str, Any]:
+    """A message item; without content while it is in progress."""
+    content = [] if status == "in_progress" else [text_part(text, logprobs)]
     return {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status, "content": content}
 
 
-def text_part(text: str) -> dict[str, Any]:
+def text_part(text: str, logprobs: Sequence[TokenLogprob] = ()) -> dict[str, Any]:
     """A part of a message item."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    shown = [token_logprob(one) for one in logprobs]
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": shown}
 
 
 def response_object(
@@ -105,6 +111,8 @@ class ResponseStream:
         self._created = 0
         self._open: str | None = None
         self._text = ""
+        self._logprobs: list[TokenLogprob] = []
+        self._told = 0  # of the logprobs
         self._items: list[dict[str, Any]] = []
 
     def start(self, started: Started) -> bytes:
@@ -116,6 +124,7 @@ class ResponseStream:
     def delta(self, delta: Delta) -> bytes:
         """Reasoning and text."""
         out = b""
+        self._logprobs.extend(delta.logprobs)
         if delta.reasoning:
             out += self._switch("reasoning")
             self._text += delta.reasoning
@@ -123,7 +132,9 @@ class ResponseStream:
         if delta.content:
             out += self._switch("message")
             self._text += delta.content
-            out += self._event("response.output_text.delta", **self._place(), delta=delta.content, logprobs=[])
+            new, self._told = self._logprobs[self._told :], len(self._logprobs)
+            shown = [token_logprob(one) for one in new]
+            out += self._event("response.output_text.delta", **self._place(), delta=delta.content, logprobs=shown)
         return out
 
     def ping(self) -> bytes:
@@ -140,7 +151,7 @@ class ResponseStream:
         out = b""
         if not self._items and self._open is None and not answer.choices[0].turn.tool_calls:
             out += self._switch("message")
-        out += self._close()
+        out += self._close(_text_status(answer.choices[0]))
         for item in output_items(answer):
             if item["type"] == "function_call":
                 out += self._call(item)
@@ -173,7 +184,7 @@ class ResponseStream:
         out += self._event("response.output_item.added", output_index=len(self._items), item=item)
         return out + self._event("response.content_part.added", **self._place(), part=part)
 
-    def _close(self) -> bytes:
+    def _close(self, status: str = "completed") -> bytes:
         if self._open is None:
             return b""
         if self._open == "reasoning":
@@ -181,9 +192,9 @@ class ResponseStream:
             part: dict[str, Any] = {"type": "reasoning_text", "text": self._text}
             out = self._event("response.reasoning_text.done", **self._place(), text=self._text)
         else:
-            item = message_item(self._name, self._text, "completed")
-            part = text_part(self._text)
-            out = self._event("response.output_text.done", **self._place(), text=self._text, logprobs=[])
+            item = message_item(self._name, self._text, status, self._logprobs)
+            part = item["content"][0]
+            out = self._event("response.output_text.done", **self._place(), text=self._text, logprobs=part["logprobs"])
         out += self._event("response.content_part.done", **self._place(), part=part)
         out += self._event("response.output_item.done", output_index=len(self._items), item=item)
         self._items.append(item)

@@ -56,6 +56,7 @@ class ResponseBody(msgspec.Struct):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
+    include: list[str] | None = None
     stream: bool | None = None
     text: _Text | None = None
     metadata: dict[str, Any] | None = None
@@ -151,6 +152,7 @@ class Responses:
             max_tokens=read.max_output_tokens,
             temperature=read.temperature,
             top_p=read.top_p,
+            logprobs="message.output_text.logprobs" in (read.include or ()),
             top_logprobs=read.top_logprobs or 0,
         )
         request = ChatRequest(
@@ -205,6 +207,7 @@ def _echo(read: ResponseBody, tools: tuple[dict[str, Any], ...]) -> dict[str, An
         "temperature": read.temperature,
         "top_p": read.top_p,
         "max_output_tokens": read.max_output_tokens,
+        "top_logprobs": read.top_logprobs or 0,
         "tool_choice": read.tool_choice or "auto",
         "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in tools],
     }
