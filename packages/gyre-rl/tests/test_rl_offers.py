@@ -23,8 +23,11 @@ class TrainerOptions:
 
 def test_what_is_offered_is_not_told() -> None:
     assert missing(EVERYTHING) == []
-    assert missing(EVERYTHING - {EngineCapability.KV_MOVE}) == [
-        "no kv_move: a session that changes its cell prefills again there"
+    ways = {EngineCapability.KV_MOVE, EngineCapability.KV_HANDOVER}
+    for one in ways:
+        assert missing(EVERYTHING - {one}) == []
+    assert missing(EVERYTHING - ways) == [
+        "no kv_move or kv_handover: a session that changes its cell prefills again there"
     ]
 
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from gyre_core import CapabilityError, ComponentContext, InfrastructureError, WeightSource
+from gyre_core import (
+    CapabilityError,
+    ComponentContext,
+    EngineCapability,
+    FinishReason,
+    InfrastructureError,
+    KVHandover,
+    WeightSource,
+)
+from gyre_core.testing.engine_handover import HandoverChecks
 from gyre_core.testing.engine_rig import EngineRig, Watched, assert_greedy, call, request_of
 from gyre_vllm.engine import VLLMEngine
+from gyre_vllm.handover import Contexts
 from gyre_vllm.options import VLLMOptions
 
 
@@ -24,33 +37,93 @@ async def two(served: Any, sources: list[WeightSource]) -> tuple[Any, VLLMEngine
     return made[0], made[1], made[2], made[3]
 
 
-async def test_an_export_is_imported_for_its_own_context(served: Any, sources: list[WeightSource], ask: Any) -> None:
+async def test_what_a_call_left_is_found_by_the_next_one_elsewhere(
+    served: Any, sources: list[WeightSource], ask: Any
+) -> None:
     _, a, server, b = await two(served, sources)
-    tokens = list(range(43))
-    export = await a.export_session("s", tokens)
-    assert (export.n_tokens, export.version) == (40, 0)
-    taken = await b.import_session(export, [*tokens, 1, 2])
-    assert (taken.tokens, taken.found) == (45, 40)
+    assert EngineCapability.KV_HANDOVER in a.capabilities
+    assert isinstance(a, KVHandover)
+    prompt = list(range(40))
+    cut = await ask(a, prompt, 3)
+    held = await a.kv_export("s-a", stop=True)
+    assert held is not None
+    context = [*prompt, *cut.ids]
+    assert (held.token_ids.tolist(), held.version, held.running) == (context, 0, False)
+    came = await b.kv_import(held)
+    assert (came.tokens, came.computed, came.nbytes) == (43, 3, 40 * 8)
     assert server.bodies[-1]["cache_salt"] == b._state.salt
-    assert (await ask(b, [*tokens, 1, 2, 3], 4)).cached >= 40
+    assert (await ask(b, [*context, 3], 4)).cached >= 40
+    again = await b.kv_export("s-a", stop=True)
+    assert again is not None
+    assert again.token_ids.tolist()[:43] == context
 
 
-async def test_what_does_not_fit_never_reaches_the_destination(served: Any, sources: list[WeightSource]) -> None:
+async def test_running_calls_go_on_or_end_as_told(served: Any, sources: list[WeightSource], ask: Any) -> None:
+    _, a, _, _ = await two(served, sources)
+    chunks: list[Any] = []
+    running = asyncio.create_task(ask(a, list(range(20)), 100, into=chunks))
+    while len(chunks) < 3:
+        await asyncio.sleep(0.002)
+    begun = await a.kv_export("s-a", stop=False)
+    assert begun is not None
+    assert begun.running
+    assert not running.done()
+    whole = await a.kv_export("s-a", stop=True)
+    result = await asyncio.wait_for(running, 10)
+    assert whole is not None
+    assert (result.finish, whole.running) == (FinishReason.ABORT, False)
+    assert whole.token_ids.tolist() == [*range(20), *result.ids]
+    assert whole.token_ids.tolist()[: len(begun.token_ids)] == begun.token_ids.tolist()
+    assert 20 < len(begun.token_ids) <= len(whole.token_ids) < 120
+
+
+async def test_what_does_not_fit_never_reaches_the_destination(
+    served: Any, sources: list[WeightSource], ask: Any
+) -> None:
     source, a, server, b = await two(served, sources)
-    tokens = list(range(43))
-    export = await a.export_session("s", tokens)
-    for wrong, context in (
-        (export, [7, *tokens[1:]]), (export, tokens[:30]), (replace(export, taken_at=export.taken_at - 1e4), tokens)
+    await ask(a, list(range(43)), 1)
+    held = await a.kv_export("s-a", stop=True)
+    assert held is not None
+    other = held.token_ids.copy()
+    other[3] = 7
+    old = held.ticket.replace(b'"taken_at":', b'"taken_at":-')
+    assert old != held.ticket
+    for wrong in (
+        replace(held, token_ids=other), replace(held, token_ids=held.token_ids[:30]), replace(held, ticket=b"{}"),
+        replace(held, ticket=old),
     ):  # fmt: skip
         with pytest.raises(InfrastructureError):
-            await b.import_session(wrong, context)
+            await b.kv_import(wrong)
     await b.update_weights(sources[1])
     with pytest.raises(InfrastructureError, match="version"):
-        await b.import_session(export, tokens)
+        await b.kv_import(held)
     assert server.bodies == []
     source.faults.add("no-params")
     with pytest.raises(InfrastructureError, match="NixlConnector"):
-        await a.export_session("s", tokens)
+        await a.kv_export("s-a", stop=True)
+
+
+async def test_there_is_nothing_to_export_of_strangers_and_of_older_weights(
+    served: Any, sources: list[WeightSource], ask: Any
+) -> None:
+    _, a, _, _ = await two(served, sources)
+    assert await a.kv_export("nobody", stop=True) is None
+    await ask(a, list(range(40)), 3)
+    await a.update_weights(sources[1])
+    assert await a.kv_export("s-a", stop=True) is None
+
+
+def test_no_more_contexts_are_remembered_than_the_server_has_room_for() -> None:
+    contexts = Contexts()
+    for name, tokens in (("a", 40), ("b", 30), ("a", 50), ("c", 20)):
+        contexts.note(name, "salt", list(range(tokens)), 80)
+    assert contexts.of("b", "salt") is None  # 30 + 50 + 20 are too many, and it was the oldest
+    assert len(contexts.of("a", "salt")) == 50
+    assert contexts.of("a", "other") is None
+    contexts.note("d", "salt", list(range(81)), 80)
+    assert all(contexts.of(name, "salt") is None for name in "abcd")
+    contexts.note("e", "salt", [1], 80)
+    assert contexts.of("e", "salt").tolist() == [1]
 
 
 async def test_weights_change_and_calls_pause_without_the_servers_own_pause(
@@ -83,8 +156,28 @@ async def test_weights_change_and_calls_pause_without_the_servers_own_pause(
 
 async def test_a_server_without_a_connector_says_so(served: Any) -> None:
     _, engine = await served()
+    assert EngineCapability.KV_HANDOVER not in engine.capabilities
     with pytest.raises(CapabilityError, match="transfers"):
-        await engine.export_session("s", [1, 2, 3])
+        await engine.kv_export("s", stop=True)
+
+
+def token_bytes(source: WeightSource) -> int:
+    """KV bytes of a token in float32, from the model's own description."""
+    config = json.loads((Path(source.location) / "config.json").read_text())
+    return 2 * 4 * int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * int(config["head_dim"])
+
+
+async def conform(rig: EngineRig, urls: list[str], folder: Path) -> None:
+    """The checks every engine that hands over must pass, on servers that run already."""
+    turns = itertools.cycle(urls)
+    rig = replace(
+        rig, make=lambda: VLLMEngine(VLLMOptions(url=next(turns)), ComponentContext(str(folder), "c")),
+        cache_block=32,
+    )  # fmt: skip
+    checks = HandoverChecks()
+    await checks.test_a_running_session_is_handed_over_and_computes_little_again(rig)
+    await checks.test_there_is_nothing_to_hold_of_a_stranger_or_of_older_weights(rig)
+    await checks.test_what_does_not_fit_is_refused_and_changes_nothing(rig)
 
 
 @pytest.mark.engine
@@ -104,26 +197,34 @@ async def test_a_session_goes_on_on_another_real_server(
         await asyncio.gather(a.start(tiny_sources[0]), b.start(tiny_sources[0]))
         prompt = rig.prompt(600)
         running = Watched(a, request_of(prompt, 300, name="r", session="s"))
+        await running.until(60)
+        begun = await a.kv_export("s", stop=False)
+        assert begun is not None
+        assert begun.running
+        first = await b.kv_import(begun)
         await running.until(100)
-        await a.abort("r")
+        held = await a.kv_export("s", stop=True)
         cut = await rig.within(running.task)
         context = [*prompt, *cut.ids]
-        taken = await b.import_session(await a.export_session("s", context), context)
-        print(taken)
-        assert len(context) - taken.found <= 33
+        assert held is not None
+        assert held.token_ids.tolist() == context
+        taken = await b.kv_import(held)
+        assert first.computed <= 33
+        assert taken.computed <= 33
+        assert taken.nbytes == (len(context) - taken.computed) * token_bytes(tiny_sources[0])
         result = await call(b, context, 20, name="on", session="s")
-        assert result.cached >= taken.found - 1
+        assert result.cached >= len(context) - taken.computed - 1
         assert_greedy(rig, 0, context, result)
         server = b._state.server
         assert server is not None
         load = await server.client.load()
         assert load.received >= 600
-        assert load.computed <= 2 * 33 + 1
-        other = rig.prompt(650, 9)
+        assert load.computed <= 3 * 33 + 1
         with pytest.raises(InfrastructureError):
-            await b.import_session(await a.export_session("s", context), other)
+            await b.kv_import(replace(held, token_ids=np.asarray(rig.prompt(650, 9), np.int32)))
         await b.update_weights(tiny_sources[1])
         with pytest.raises(InfrastructureError, match="version"):
-            await b.import_session(await a.export_session("s", context), context)
+            await b.kv_import(held)
+        await conform(rig, [engine._state.server.client.url for engine in (a, b)], tmp_path)
     finally:
         await asyncio.gather(a.close(), b.close())

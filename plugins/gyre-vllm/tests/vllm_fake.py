@@ -277,6 +277,7 @@ class FakeVLLM:
         return {
             "device": "cpu", "vocab": VOCAB + 1 if "other-model" in self.faults else VOCAB, "max_context": CONTEXT,
             "max_running": self.slots, "counts": True, "connector": "connector" in self.faults,
+            "kv_tokens": 4 * CONTEXT, "kv_bytes": 4 * CONTEXT * 8,
         }  # fmt: skip
 
     def _do_gyre_counts(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ from gyre_core.execution import (
 )
 from gyre_core.hookspecs import HookSpecs, hookimpl, hookspec
 from gyre_core.ids import CellId, parse_cell_id
-from gyre_core.kv import KVHolder, KVShape, MemoryRegion, PinnedKV
+from gyre_core.kv import ExportedKV, ImportedKV, KVHandover, KVHolder, KVShape, MemoryRegion, PinnedKV
 from gyre_core.plugins import BrokenPlugin, Component, PluginManager, load_symbol
 from gyre_core.registration import ComponentContext, Kind, Registration
 from gyre_core.roles import TRANSITIONS, CellState, Role, TransitionError, check_transition, role_of
@@ -87,6 +87,7 @@ __all__ = [
     "ExecutionEnd",
     "ExecutionJob",
     "ExecutionStatus",
+    "ExportedKV",
     "FinishReason",
     "GenerateChunk",
     "GenerateRequest",
@@ -94,7 +95,9 @@ __all__ = [
     "Harness",
     "HarnessEvents",
     "HookSpecs",
+    "ImportedKV",
     "InfrastructureError",
+    "KVHandover",
     "KVHolder",
     "KVShape",
     "Kind",

@@ -46,6 +46,9 @@ class EngineCapability(StrEnum):
     PAUSE = "pause"
     SLEEP = "sleep"
     KV_MOVE = "kv_move"
+    """Its blocks can be read and written in place; see `KVHolder`."""
+    KV_HANDOVER = "kv_handover"
+    """It gives a session's KV to another engine of its kind itself; see `KVHandover`."""
     ROUTED_EXPERTS = "routed_experts"
     SEED = "seed"
 

@@ -1,4 +1,5 @@
-"""What an engine shows of a session's KV so that somebody else can move it (DESIGN section 7).
+"""What an engine shows of a session's KV so that somebody else can move it (DESIGN section 7), or so that an engine of
+its own kind can fetch it.
 
 Invariant: block contents named by a `PinnedKV` belong to exactly its `token_ids` under its `version`; full
 blocks do not change while pinned. Moving bytes, verifying and owning are the mover's business, not the
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gyre_core.arrays import Array
 
@@ -94,3 +95,47 @@ class KVHolder(Protocol):
 
     async def kv_cancel(self, session: str) -> None:
         """Give reserved blocks back."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedKV:
+    """A session's KV, held by its engine for another one of the same kind to fetch, for a limited time."""
+
+    session: str
+    version: int
+    """Policy version that computed it."""
+    token_ids: Array
+    """int32 [n]: the session's context; the KV of its beginning is held, of how much the ticket says."""
+    ticket: bytes
+    """Where and how, in the words of this kind of engine: plain data, never code."""
+    running: bool = False
+    """Calls of the session went on meanwhile: this is a beginning, and what came after it is to be fetched yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedKV:
+    """What an import brought. `tokens` of the context are in the cache now; `computed` of it had to be computed here
+    (what was not held, or did not come)."""
+
+    tokens: int
+    computed: int
+    nbytes: int
+    """KV bytes that came; 0 when the engine cannot tell."""
+
+
+@runtime_checkable
+class KVHandover(Protocol):
+    """Engines with `KV_HANDOVER` have these; others need not.
+
+    Between two of them, under one version, `kv_import(await source.kv_export(session))` brings a session. Its next
+    call, with a context that begins with `token_ids`, finds it in the prefix cache. Invariant: an import that does not
+    fit (another version, other tokens than the ticket names, too old) raises InfrastructureError and leaves the engine
+    as it was; KV is never taken for tokens that it is not of.
+    """
+
+    async def kv_export(self, session: str, *, stop: bool) -> ExportedKV | None:
+        """Hold the session's KV for another engine; None when there is none under the present version. `stop`: end its
+        running calls with ABORT at a token border first; otherwise they go on."""
+
+    async def kv_import(self, exported: ExportedKV) -> ImportedKV:
+        """Fetch what another engine's `kv_export` holds into the prefix cache."""

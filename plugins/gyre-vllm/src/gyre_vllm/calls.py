@@ -38,6 +38,8 @@ class RunningCall:
         self.sampled: list[int] = []
         self.labels = VersionLabels()
         self.server_id = ""
+        self.salt = ""
+        """Of the prefix cache that its present segment runs in."""
         self.first = 0
         """Index of the present segment's first token."""
         self.cut = Cut.NONE

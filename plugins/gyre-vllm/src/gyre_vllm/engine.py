@@ -21,9 +21,11 @@ from gyre_core import (
     ContextLengthError,
     EngineCapability,
     EngineLoad,
+    ExportedKV,
     FinishReason,
     GenerateChunk,
     GenerateRequest,
+    ImportedKV,
     InfrastructureError,
     KVShape,
     MemoryRegion,
@@ -32,11 +34,10 @@ from gyre_core import (
     SamplingParams,
     WeightSource,
 )
-from gyre_kvxfer.vllm import Export
 
 from gyre_vllm.calls import Cut, RunningCall, run_segment
 from gyre_vllm.changes import Changes
-from gyre_vllm.handover import HandedOver, export_session, import_session
+from gyre_vllm.handover import Contexts, connected, export_session, import_session
 from gyre_vllm.options import VLLMOptions
 from gyre_vllm.server import Server
 from gyre_vllm.state import EngineState, Phase
@@ -45,8 +46,8 @@ from gyre_vllm.state import EngineState, Phase
 class VLLMEngine:
     """A vLLM server: started by us in an environment of its own, or running already.
 
-    Offers `PAUSE` and `SEED`, and what the server can do beyond: `SLEEP`, `ROUTED_EXPERTS`. `timings` has the seconds
-    of the last start, update_weights, sleep and wake.
+    Offers `PAUSE` and `SEED`, and what the server can do beyond: `SLEEP`, `ROUTED_EXPERTS`, `KV_HANDOVER`. `timings`
+    has the seconds of the last start, update_weights, sleep and wake.
     """
 
     def __init__(self, options: VLLMOptions | None, context: ComponentContext) -> None:
@@ -55,6 +56,7 @@ class VLLMEngine:
         self._changes = Changes(self.options, context, self._state)
         self._names, self._name = itertools.count(), secrets.token_hex(4)
         self._computed = self._cached = 0
+        self._contexts = Contexts()
 
     @property
     def timings(self) -> dict[str, float]:
@@ -70,6 +72,9 @@ class VLLMEngine:
             found.add(kinds.SLEEP)
         if self.options.routed_experts:
             found.add(kinds.ROUTED_EXPERTS)
+        server = self._state.server
+        if self.options.transfers if server is None else server.facts.connector:
+            found.add(kinds.KV_HANDOVER)
         return frozenset(found)
 
     @property
@@ -131,6 +136,7 @@ class VLLMEngine:
             state.calls.discard(call)
             self._computed += call.computed
             self._cached += call.cached or 0
+            self._note_context(request.session, call.salt, [*call.prompt, *call.sampled])
 
     async def _next_segment(self, call: RunningCall) -> AsyncIterator[GenerateChunk]:
         """Wait until the server takes calls, then let it go on with this one."""
@@ -141,12 +147,12 @@ class VLLMEngine:
             return
         server = state.ready(call.doing)
         call.cut, call.first = Cut.NONE, len(call.sampled)
-        call.server_id = f"{self._name}-{next(self._names)}"
+        call.server_id, call.salt = f"{self._name}-{next(self._names)}", state.salt
         call.labels.change(call.first, state.version)
         call.at_rest.clear()
         state.note_progress()
         stream = run_segment(
-            call, server.client, server.facts.model, state.vocab, state.salt, self.options.stream_tokens,
+            call, server.client, server.facts.model, state.vocab, call.salt, self.options.stream_tokens,
             state.note_progress,
         )  # fmt: skip
         try:
@@ -218,13 +224,32 @@ class VLLMEngine:
 
     # KV of sessions: the server's HTTP interface gives no block to read or to write, but two servers may hand it over
 
-    async def export_session(self, session: str, token_ids: Sequence[int]) -> Export:
-        """Offer the KV of this context to another vLLM; its calls must have ended. See `gyre_vllm.handover`."""
-        return await export_session(self._state, session, token_ids)
+    async def kv_export(self, session: str, *, stop: bool) -> ExportedKV | None:
+        """Hold the KV of the session's newest context for another vLLM; see `gyre_vllm.handover`."""
+        doing, state = f"exporting the KV of {session!r}", self._state
+        server = connected(state, doing)
+        running = [call for call in state.calls if call.request.session == session and not call.over]
+        if stop:
+            for call in running:
+                call.abort()
+            await state.end_segments(server, running)
+        for call in running:
+            self._note_context(session, call.salt, [*call.prompt, *call.sampled])
+        context = self._contexts.of(session, state.salt)
+        if context is None:
+            return None
+        return await export_session(state, session, context, running=bool(running) and not stop)
 
-    async def import_session(self, export: Export, token_ids: Sequence[int]) -> HandedOver:
-        """Fetch what another vLLM's `export_session` offered, for a context that begins with the same tokens."""
-        return await import_session(self._state, export, token_ids)
+    async def kv_import(self, exported: ExportedKV) -> ImportedKV:
+        """Fetch what another vLLM's `kv_export` holds."""
+        imported = await import_session(self._state, exported)
+        self._note_context(exported.session, self._state.salt, exported.token_ids)
+        return imported
+
+    def _note_context(self, session: str, salt: str, token_ids: Sequence[int] | Array) -> None:
+        server = self._state.server
+        if server is not None and server.facts.connector:
+            self._contexts.note(session, salt, token_ids, server.facts.kv_tokens)
 
     def kv_shape(self) -> KVShape:
         """Not offered."""
@@ -266,7 +291,7 @@ class VLLMEngine:
 def _no_kv(doing: str) -> NoReturn:
     raise CapabilityError(
         doing, got="a vLLM server behind HTTP, whose blocks cannot be reached", expected="KV_MOVE",
-        fix="Let the destination prefill, or hand the session to another vLLM (`gyre_vllm.handover`).",
+        fix="Hand the session to another vLLM (KV_HANDOVER), or let the destination prefill.",
     )  # fmt: skip
 
 

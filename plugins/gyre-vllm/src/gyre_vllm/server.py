@@ -46,6 +46,10 @@ class Facts:
     connector: bool
     asleep: bool = False
     """It was left asleep by an engine before this one."""
+    kv_tokens: int = 0
+    """Tokens that it can hold KV of; without our extension what its calls may have together."""
+    kv_token_bytes: int = 0
+    """KV bytes of a token on all its workers; 0 when the server does not tell."""
 
 
 class Server:
@@ -137,12 +141,13 @@ async def probe(client: ServerClient, options: VLLMOptions) -> Facts:
     if not ours:
         told = await _configuration(client)
     device = str(told.get("device", "unknown"))
+    kv_tokens, max_running = int(told.get("kv_tokens", 0)), int(told.get("max_running", options.max_running))
     return Facts(
         version=version,
         model=model if options.url else MODEL_NAME,
         max_context=int(told.get("max_context", max_context)),
         vocab=int(told.get("vocab", 0)),
-        max_running=int(told.get("max_running", options.max_running)),
+        max_running=max_running,
         logprobs="tempered" if ours else str(told.get("logprobs", "raw_logprobs")),
         extension=ours,
         counts=bool(told.get("counts")),
@@ -151,11 +156,13 @@ async def probe(client: ServerClient, options: VLLMOptions) -> Facts:
         or (ours and device == "cpu" and not told.get("connector")),
         connector=bool(told.get("connector")),
         asleep=bool(told.get("asleep")),
+        kv_tokens=kv_tokens or max_context * max_running,
+        kv_token_bytes=int(told.get("kv_bytes", 0)) // kv_tokens if kv_tokens else 0,
     )
 
 
 async def _workers(client: ServerClient) -> dict[str, Any]:
-    """What our extension says of itself on the first worker; empty when it is not there."""
+    """What our extension says of itself on the first worker, KV bytes on all; empty when it is not there."""
     try:
         told = await client.rpc("gyre_prepare")
     except InfrastructureError:
@@ -167,7 +174,9 @@ async def _workers(client: ServerClient) -> dict[str, Any]:
             client.url,
         )
         return {}
-    return dict(told[0]) if told and isinstance(told[0], dict) else {}
+    if not told or not isinstance(told[0], dict):
+        return {}
+    return dict(told[0]) | {"kv_bytes": sum(int(worker.get("kv_bytes", 0)) for worker in told)}
 
 
 async def _configuration(client: ServerClient) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from gyre_core.engine import WeightSource as WeightSource
 class EngineRig:
     """What the suite needs to know of an engine.
 
-    `make` gives a new engine, not started; two made at once must not disturb each other if `KV_MOVE` is offered.
-    `sources` are two or more policy versions, ascending, of one small random model on disk, with at least 256
-    positions; their weights must differ enough that greedy tokens do.
+    `make` gives a new engine, not started; two made at once must not disturb each other if it offers `KV_MOVE` or
+    `KV_HANDOVER`. `sources` are two or more policy versions, ascending, of one small random model on disk, with 256
+    positions or more; their weights must differ enough that greedy tokens do.
     """
 
     make: Callable[[], Engine]

@@ -22,6 +22,7 @@ from gyre_core import (
     GyreError,
     InfrastructureError,
     Kind,
+    KVHandover,
     PluginManager,
     Role,
     StepResult,
@@ -31,6 +32,7 @@ from gyre_core import (
 from gyre_kvxfer import MigrationServer, MovePolicy, migrate
 
 from gyre_rl.cell.calls import answer_call
+from gyre_rl.cell.handover import export_session, take_over
 from gyre_rl.cell.kv import EngineKV
 from gyre_rl.cell.leases import LeaseWorker
 from gyre_rl.cell.messages import (
@@ -41,6 +43,8 @@ from gyre_rl.cell.messages import (
     CellBody,
     CellReady,
     Drain,
+    Exported,
+    ExportSession,
     Failing,
     Lease,
     LeaveSession,
@@ -54,7 +58,7 @@ from gyre_rl.cell.messages import (
 )
 from gyre_rl.procs.child import ChildSpec
 from gyre_rl.procs.link import Link
-from gyre_rl.procs.wire import Empty, Endpoint, authorised, build_app, unpack
+from gyre_rl.procs.wire import Empty, Endpoint, Peer, authorised, build_app, unpack
 
 log = logging.getLogger("gyre.cell")
 ENGINE_GRACE_S = 10.0
@@ -72,6 +76,7 @@ class CellHost:
         self._kv: MigrationServer | None = None
         self._load_task: asyncio.Task[None] | None = None
         self._link: Link | None = None
+        self._http: aiohttp.ClientSession | None = None
         self._calls: dict[str, str] = {}
         self._leases = LeaseWorker(trainer, spec.cell)
         endpoints = [
@@ -80,6 +85,7 @@ class CellHost:
             Endpoint("/sync", Sync, self.sync),
             Endpoint("/leave", LeaveSession, self.leave),
             Endpoint("/pull", PullSession, self.pull),
+            Endpoint("/export", ExportSession, self.export),
             Endpoint("/lease", Lease, self.lease),
             Endpoint("/recall", Recall, self.recall),
             Endpoint("/add", AddContribution, self.add),
@@ -92,7 +98,7 @@ class CellHost:
     async def start(self, link: Link, http: aiohttp.ClientSession, base_url: str) -> CellReady:
         """Load weights for the first role and tell what this cell can hold."""
         began = time.perf_counter()
-        self._link = link
+        self._link, self._http = link, http
         self._leases.open(link)
         if self.body.role is Role.ROLLOUT:
             await asyncio.gather(self._enter(Role.ROLLOUT, self.body.source), self.trainer.prepare(self.body.source))
@@ -110,9 +116,18 @@ class CellHost:
             self._version(),
             slots,
             kv_tokens,
-            self._kv.endpoint if self._kv else "",
+            await self._kv_endpoint(base_url),
             time.perf_counter() - began,
         )
+
+    async def _kv_endpoint(self, base_url: str) -> str:
+        """Where others fetch this cell's sessions from, in whatever role it is now; empty if its engine gives none."""
+        offered = self.engine.capabilities
+        if EngineCapability.KV_MOVE in offered:
+            self._kv = MigrationServer(EngineKV(self.engine), key=self.spec.token.encode())
+            await self._kv.start()
+            return self._kv.endpoint
+        return base_url if EngineCapability.KV_HANDOVER in offered else ""
 
     def _version(self) -> int:
         return self.engine.version if self.role is Role.ROLLOUT else self.trainer.version
@@ -164,9 +179,6 @@ class CellHost:
             else:
                 await self.engine.start(source)
                 self._engine_up = True
-            if self._kv is None and EngineCapability.KV_MOVE in self.engine.capabilities:
-                self._kv = MigrationServer(EngineKV(self.engine), key=self.spec.token.encode())
-                await self._kv.start()
         else:
             if not self._trainer_up:
                 await self.trainer.start(source, core=self.body.core)
@@ -245,7 +257,8 @@ class CellHost:
         if self.role is not Role.ROLLOUT:
             return Pulled(False, why=f"{self.spec.cell} is no rollout cell")
         if EngineCapability.KV_MOVE not in self.engine.capabilities:
-            raise CapabilityError(f"moving {message.session} to {self.spec.cell}", got="an engine without KV moves")
+            source = Peer(self._started(), message.endpoint, self.spec.token, "the session's present cell")
+            return await take_over(self._handover(f"moving {message.session} to {self.spec.cell}"), source, message)
         report = await migrate(
             message.session,
             message.endpoint,
@@ -263,6 +276,23 @@ class CellHost:
             report.transport,
             report.reason,
         )
+
+    async def export(self, message: ExportSession) -> Exported:
+        """Let the engine hold a session's KV for another cell's."""
+        if self.role is not Role.ROLLOUT:
+            return Exported(message.session, -1)
+        return await export_session(self._handover(f"exporting {message.session} from {self.spec.cell}"), message)
+
+    def _handover(self, doing: str) -> KVHandover:
+        engine = self.engine
+        if EngineCapability.KV_HANDOVER not in engine.capabilities or not isinstance(engine, KVHandover):
+            raise CapabilityError(doing, got="an engine without KV moves", expected="KV_MOVE or KV_HANDOVER")
+        return engine
+
+    def _started(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            raise InfrastructureError(f"asking another cell from {self.spec.cell}", got="a cell that has not started")
+        return self._http
 
     # -- training --------------------------------------------------------------------------------------------
     async def lease(self, message: Lease) -> Empty:

@@ -37,7 +37,8 @@ class CellBody:
 
 @dataclass(frozen=True, slots=True)
 class CellReady:
-    """A cell can work. `kv_endpoint` is where other cells fetch KV from; empty if it cannot give any."""
+    """A cell can work. `kv_endpoint` is where other cells fetch KV from; empty if it cannot give any. It is one for
+    blocks read in place, or the cell's own address where engines hand over themselves."""
 
     role: Role
     version: int
@@ -114,6 +115,25 @@ class PullSession:
 
     session: str
     endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExportSession:
+    """Another cell asks this one's engine to hold the KV of `session` for its own; see `KVHandover.kv_export`."""
+
+    session: str
+    stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """`gyre_core.ExportedKV` as it travels, `token_ids` int32 little-endian; version -1: the engine has none."""
+
+    session: str
+    version: int
+    token_ids: bytes = b""
+    ticket: bytes = b""
+    running: bool = False
 
 
 @dataclass(frozen=True, slots=True)

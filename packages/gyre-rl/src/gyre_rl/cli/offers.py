@@ -14,11 +14,11 @@ from gyre_core import ComponentContext, Engine, EngineCapability, Kind, PluginMa
 from gyre_rl.config import Problem, RunConfig
 
 WITHOUT = {
-    EngineCapability.KV_MOVE: "a session that changes its cell prefills again there",
-    EngineCapability.SEED: "seeds have no effect on sampling",
-    EngineCapability.PAUSE: "it cannot be paused",
+    (EngineCapability.KV_MOVE, EngineCapability.KV_HANDOVER): "a session that changes its cell prefills again there",
+    (EngineCapability.SEED,): "seeds have no effect on sampling",
+    (EngineCapability.PAUSE,): "it cannot be paused",
 }
-"""What lacking a capability means for a run."""
+"""What lacking all of these capabilities means for a run."""
 
 
 def make_engine(config: RunConfig, plugins: PluginManager) -> Engine:
@@ -31,8 +31,9 @@ def make_engine(config: RunConfig, plugins: PluginManager) -> Engine:
 
 
 def missing(offered: Iterable[EngineCapability]) -> list[str]:
-    """In words: each capability that is not offered, with what it means."""
-    return [f"no {capability}: {meaning}" for capability, meaning in WITHOUT.items() if capability not in set(offered)]
+    """In words: what is not offered, with what that means."""
+    has = set(offered)
+    return [f"no {' or '.join(kinds)}: {meaning}" for kinds, meaning in WITHOUT.items() if not has & set(kinds)]
 
 
 def engine_problems(config: RunConfig, offered: Iterable[EngineCapability]) -> Iterator[Problem]:

@@ -35,6 +35,7 @@ class GyreWorker:
         runner = self.model_runner
         how = _temper(runner)
         device = str(runner.device)
+        cache = self.vllm_config.cache_config
         return {
             "interface": INTERFACE,
             "pid": os.getpid(),
@@ -47,6 +48,8 @@ class GyreWorker:
             "counts": _counts(runner) is not None,
             "connector": self.vllm_config.kv_transfer_config is not None,
             "asleep": bool(getattr(self, "_gyre_storages", None)),
+            "kv_tokens": int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0),
+            "kv_bytes": sum(_storages(_blocks(runner)).values()),
         }
 
     def gyre_counts(self) -> dict[str, Any]:
@@ -228,6 +231,11 @@ def _blocks(runner: Any) -> list[Any]:
     for cache in runner.kv_caches:
         found += list(cache) if isinstance(cache, list | tuple) else [cache]
     return found
+
+
+def _storages(tensors: list[Any]) -> dict[int, int]:
+    """Bytes of each storage under these tensors, once."""
+    return {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
 
 
 def _release(tensors: list[Any]) -> list[tuple[Any, int]]:
