@@ -79,6 +79,34 @@ async def test_an_update_in_mid_call_marks_each_token(engine_of: Any, toy: Any, 
     assert (body["abort_all_requests"], body["flush_cache"]) == (False, False)
 
 
+async def test_an_answer_that_is_read_seldom_misses_nothing(engine_of: Any, toy: Any, version: Any) -> None:
+    """Read once an hour: a call's first token, its end and a change of weights come through at once all the same."""
+    engine, _ = await engine_of(chunk_s=3600.0)
+    whole = await call(engine, PROMPT, 60, name="whole")
+    assert whole.ids == toy.tokens(PROMPT, ["0"] * 60)
+    assert len(whole.chunks) < 10
+    running = Watched(engine, request_of(PROMPT, 120, name="a"))
+    await running.until(1)
+    for number in (1, 2):
+        await asyncio.sleep(0.05)
+        await engine.update_weights(version(number))
+    result = await running.task
+    assert result.versions == sorted(result.versions)
+    assert {0, 1, 2} == set(result.versions)
+    assert result.ids == toy.tokens(PROMPT, [str(v) for v in result.versions])
+    cut = Watched(engine, request_of(PROMPT, 900, name="cut"))
+    await cut.until(1)
+    await asyncio.sleep(0.05)
+    before = (await engine.load()).sampled_tokens
+    await engine.pause()
+    assert (await engine.load()).sampled_tokens > before
+    await engine.resume()
+    await engine.abort("cut")
+    part = await cut.task
+    assert part.finish is FinishReason.ABORT
+    assert part.ids == toy.tokens(PROMPT, ["2"] * len(part.ids))
+
+
 async def test_an_update_may_recompute_what_runs(engine_of: Any, toy: Any, version: Any) -> None:
     engine, fake = await engine_of(on_update="recompute")
     running = Watched(engine, request_of(PROMPT, 90, name="a"))

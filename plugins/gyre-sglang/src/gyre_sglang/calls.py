@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from gyre_core import Array, FinishReason, GenerateChunk, GenerateRequest, InfrastructureError
 
+from gyre_sglang.client import Pace
 from gyre_sglang.wire import Span
 
 
@@ -38,6 +39,8 @@ class Segment:
     borders: list[tuple[int, int]]
     """(tokens of this segment before it, version from there), ascending."""
     sampled: int = 0
+    pace: Pace | None = None
+    """Of reading its answer."""
 
     def version_at(self, index: int) -> int:
         """The version we gave token `index` of this segment."""
@@ -55,7 +58,6 @@ class Call:
     _error: Exception | None = None
     _news: asyncio.Future[None] | None = None
     """Set while the caller waits: for the first item, or for the end."""
-    _gathering: bool = False
     sampled_ids: list[int] = field(default_factory=list)
     segment: Segment | None = None
     cached_tokens: int | None = None
@@ -92,7 +94,7 @@ class Call:
                 self._held.append(sampled)
             else:
                 self._items.append(sampled)
-                self._tell(end=False)
+                self._tell()
 
     def turn(self, version: int) -> None:
         """What comes from now on is of `version`."""
@@ -119,7 +121,7 @@ class Call:
             self.finish, self.running = finish, False
             self.over.set()
             self._items += [*self._held, Sampled((), (), 0, finish, self._of_sampled(routed))]
-            self._tell(end=True)
+            self._tell()
 
     def _of_sampled(self, routed: Array | None) -> Array | None:
         """Rows of the forward passes that made the sampled tokens, out of those of the whole context."""
@@ -132,43 +134,24 @@ class Call:
             self.running = False
             self.over.set()
             self._error = error
-            self._tell(end=True)
+            self._tell()
 
-    def _tell(self, *, end: bool) -> None:
-        if self._news is not None and not self._news.done() and (end or not self._gathering):
+    def _tell(self) -> None:
+        if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    async def take(self, gather_s: float) -> list[Sampled]:
-        """What there is, at least one item; raises the error the call ended with once all tokens before it are taken.
-
-        Waits up to `gather_s` seconds for more after the first, less when the call ends.
-        """
+    async def take(self) -> list[Sampled]:
+        """What there is, at least one item; raises the call's error once all tokens before it are taken."""
         if not self._items and self._error is None:
-            await self._wait(None)
-        if gather_s and not self.over.is_set():
-            await self._wait(gather_s)
+            self._news = asyncio.get_running_loop().create_future()
+            try:
+                await self._news
+            finally:
+                self._news = None
         items, self._items = self._items, []
         if not items and self._error is not None:
             raise self._error
         return items
-
-    async def _wait(self, gather_s: float | None) -> None:
-        """Until something comes, or with `gather_s` until the end, at most so many seconds."""
-        loop = asyncio.get_running_loop()
-        news = self._news = loop.create_future()
-        self._gathering = gather_s is not None
-        timer = loop.call_later(gather_s, _wake, news) if gather_s is not None else None
-        try:
-            await news
-        finally:
-            self._news = None
-            if timer is not None:
-                timer.cancel()
-
-
-def _wake(news: asyncio.Future[None]) -> None:
-    if not news.done():
-        news.set_result(None)
 
 
 def chunk_of(items: Sequence[Sampled], cached_tokens: int | None) -> GenerateChunk:

@@ -12,12 +12,65 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import aiohttp
+import msgspec
 from gyre_core import InfrastructureError
 
 from gyre_sglang.process import ServerProcess
 
 DEATH_PATIENCE_S = 1.0
 """How long a broken connection waits for the news that the process has ended."""
+KEPT_S = 3.0
+"""How long a connection is kept for the next request. The server closes it after 5 s, perhaps just as we write."""
+READ_BYTES = 1 << 20
+"""What may wait to be read, before the server has to wait: more than comes between two readings."""
+
+
+class Pace:
+    """When a stream is read on: after `seconds`, at once when it ends or when somebody needs all that has come.
+
+    A server writes each token by itself. Reading many at a time costs a fraction of waking up for each.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._resting: asyncio.Future[None] | None = None
+        self._over = False
+        self._has_all = asyncio.Event()
+        """Not set while somebody waits for what has come."""
+        self._has_all.set()
+
+    async def rest(self) -> None:
+        """Called by the reader when it has handled what it read."""
+        if self._seconds and not self._over and self._has_all.is_set():
+            loop = asyncio.get_running_loop()
+            self._resting = loop.create_future()
+            timer = loop.call_later(self._seconds, self.wake)
+            try:
+                await self._resting
+            finally:
+                timer.cancel()
+                self._resting = None
+
+    def wake(self) -> None:
+        """End the rest."""
+        if self._resting is not None and not self._resting.done():
+            self._resting.set_result(None)
+
+    def end(self) -> None:
+        """The stream has ended: no more rests."""
+        self._over = True
+        self.wake()
+
+    def has_all(self) -> None:
+        """Called by the reader when nothing unread is left."""
+        self._has_all.set()
+
+    async def catch_up(self) -> None:
+        """Return when all that has arrived by now is read."""
+        if self._resting is not None:  # else the reader waits for the next byte
+            self._has_all.clear()
+            self.wake()
+            await self._has_all.wait()
 
 
 class Client:
@@ -28,11 +81,9 @@ class Client:
         self.last_heard = 0.0
         """Time (of the event loop) of the last byte that came from it."""
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        # Kept connections are used again within a second only: the server closes them after five, perhaps just as we
-        # write the next request.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
         self._session = aiohttp.ClientSession(
-            headers=headers, connector=connector, timeout=aiohttp.ClientTimeout(total=None)
+            headers=headers, connector=connector, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=READ_BYTES
         )
 
     async def close(self) -> None:
@@ -75,27 +126,38 @@ class Client:
         except (aiohttp.ClientError, ConnectionError, TimeoutError):
             return False
 
-    async def stream(self, path: str, body: Mapping[str, Any], doing: str) -> AsyncGenerator[bytes, None]:
-        """POST; the lines of the answer as they come, without the empty ones."""
-        loop = asyncio.get_running_loop()
+    async def stream(
+        self, path: str, body: Mapping[str, Any], doing: str, pace: Pace | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """POST; the answer as it comes, in blocks of whole lines, read at `pace`."""
+        loop, pace = asyncio.get_running_loop(), pace or Pace(0.0)
         try:
-            async with self._session.post(self.url + path, json=body) as response:
+            data, kind = msgspec.json.encode(body), {"content-type": "application/json"}
+            async with self._session.post(self.url + path, data=data, headers=kind) as response:
                 if response.status != 200:
                     text = await response.text()
                     raise InfrastructureError(
                         doing, got=f"HTTP {response.status}: {_message(_json(text), text)}", expected="200"
                     )
-                rest = b""
-                async for data in response.content.iter_any():
+                content, rest = response.content, b""
+                content.on_eof(pace.end)
+                data = await content.readany()
+                while data:
                     self.last_heard = loop.time()
-                    *lines, rest = (rest + data).split(b"\n")
-                    for line in lines:
-                        if line:
-                            yield line
+                    block, mark, rest = (rest + data).rpartition(b"\n")
+                    if mark:
+                        yield block
+                    await pace.rest()
+                    data = content.read_nowait()
+                    if not data and not content.at_eof():
+                        pace.has_all()
+                        data = await content.readany()
                 if rest:
                     yield rest
         except (aiohttp.ClientError, ConnectionError) as error:
             raise await self.broken(doing, error) from error
+        finally:
+            pace.has_all()
 
     async def broken(self, doing: str, error: Exception) -> InfrastructureError:
         """The error of a connection that broke: the server's death when it has died."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from gyre_core import FinishReason, InfrastructureError
 
 from gyre_sglang.calls import Call, Segment
-from gyre_sglang.client import Client
+from gyre_sglang.client import Client, Pace
 from gyre_sglang.facts import ModelFacts, ServerFacts
 from gyre_sglang.options import SGLangOptions
 from gyre_sglang.wire import Piece, StreamReader, generate_body
@@ -98,6 +98,13 @@ class Driver:
         """Calls that the server has."""
         return [call for call in self.calls if call.segment is not None and not call.over.is_set()]
 
+    async def catch_up(self) -> None:
+        """Return when every token that has arrived is with its call."""
+        await asyncio.sleep(0)  # readers that have been woken come first
+        for segment in [call.segment for call in self.live()]:
+            if segment is not None and segment.pace is not None:
+                await segment.pace.catch_up()
+
     def turn(self, version: int, cache_key: str) -> None:
         """The weights in use are others now; nothing of the old ones is still on its way."""
         self.version, self.cache_key = version, cache_key
@@ -157,10 +164,11 @@ class Driver:
         last: Piece | None = None
         first = True
         loop = asyncio.get_running_loop()
-        async with aclosing(self.client.stream("/generate", body, call.doing)) as lines:
-            async for line in lines:
+        pace = segment.pace = Pace(self._options.chunk_s)
+        async with aclosing(self.client.stream("/generate", body, call.doing, pace)) as blocks:
+            async for block in blocks:
                 self._progress = loop.time()
-                piece = reader.feed(line)
+                piece = reader.feed(block)
                 if piece is None:
                     continue
                 if first:

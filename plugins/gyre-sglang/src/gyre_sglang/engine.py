@@ -222,7 +222,7 @@ class SGLangEngine:
         cached: int | None = None
         try:
             while True:
-                items = await call.take(self.options.chunk_s)
+                items = await call.take()
                 first, cached = cached is None, call.cached_tokens or 0
                 yield chunk_of(items, cached if first else None)
                 if items[-1].finish is not None:
@@ -278,6 +278,7 @@ class SGLangEngine:
                 await server.hold()
                 self._held = True
                 await server.settle()
+                await driver.catch_up()
 
     async def resume(self) -> None:
         """Go on after `pause`."""
@@ -333,6 +334,7 @@ class SGLangEngine:
                 await self._load_or_restore(server, prepared)
                 if driver.live():
                     await server.settle()
+                    await driver.catch_up()
                 self._take(source, prepared.digest)
                 await self._drop_unreachable(server, driver)
             finally:

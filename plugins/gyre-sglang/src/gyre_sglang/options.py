@@ -69,7 +69,8 @@ class SGLangOptions:
     stall_s: float = 180.0
     """Calls fail when the server says nothing at all for so long while it has calls to run."""
     chunk_s: float = 0.1
-    """Sampled tokens are gathered for so long before they are handed out; the end of a call is handed out at once."""
+    """A call's answer is read so often, and what has come by then is handed out together; its first token and its end
+    are handed out at once."""
 
     def __post_init__(self) -> None:
         if self.url and (self.python or self.command or self.arguments or self.kv_share_gb):

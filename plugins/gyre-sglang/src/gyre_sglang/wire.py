@@ -7,12 +7,12 @@ beside, every id inside the vocabulary. Anything else is an InfrastructureError 
 from __future__ import annotations
 
 import base64
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from gyre_core import Array, GenerateRequest, InfrastructureError
 
@@ -31,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event brought: new tokens, and at the end why it ended."""
+    """What a block of events brought: new tokens, and at the end why it ended."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -46,6 +46,41 @@ class Piece:
     """int32 [positions, layers, top_k] for positions 0 .. prompt + sampled - 2, on the last piece."""
     fault: str = ""
     """Why the server itself ended the call, when nobody asked it to."""
+
+
+_Pair = tuple[float | None, int, Any]
+"""Logprob, token id and its text, which is not asked for."""
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    matched: Any = None
+    message: str | None = None
+    status_code: int | str | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str | int
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    output_token_logprobs: list[_Pair] | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: _Finish | None = None
+    weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None
+
+
+class _Event(msgspec.Struct):
+    output_ids: list[int] | None = None
+    meta_info: _Meta | None = None
+    error: Any = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
 
 
 def generate_body(
@@ -71,7 +106,7 @@ def generate_body(
     body = {
         "rid": rid,
         "session_id": f"{request.session}@{version}",
-        "input_ids": list(map(int, prompt)),
+        "input_ids": prompt,
         "sampling_params": sampling,
         "return_logprob": True,
         "logprob_start_len": -1,
@@ -91,77 +126,78 @@ class StreamReader:
         self._experts = experts_per_token
         self._doing, self._vocab, self._prompt, self._incremental = doing, vocab, prompt_tokens, incremental
 
-    def feed(self, line: bytes) -> Piece | None:
-        """A line of the answer; None for the empty ones between events and for the closing mark."""
-        if not line.startswith(b"data:"):
-            if line.strip():
-                raise self._broken(f"the line {line[:120]!r}", "server-sent events")
-            return None
-        text = line[5:].strip()
-        if text == b"[DONE]":
-            return None
-        try:
-            event = json.loads(text)
-        except ValueError as error:
-            raise self._broken(f"an event that is no JSON: {text[:120]!r}", "whole events") from error
-        if not isinstance(event, dict):
-            raise self._broken(f"an event that is no object: {text[:120]!r}", "an object")
-        if "error" in event:
-            raise self._refused(event["error"])
-        try:
-            return self._piece(event)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            what = f"an event that cannot be read ({type(error).__name__}: {error})"
-            raise self._broken(what, "whole events") from error
+    def feed(self, block: bytes) -> Piece | None:
+        """Whole lines of the answer; None when there is nothing in them but empty ones and the closing mark."""
+        ids: list[int] = []
+        logprobs: list[float] = []
+        last: _Meta | None = None
+        for line in block.split(b"\n"):
+            if line.startswith(b"data: {"):
+                last = self._event(line[6:], ids, logprobs)
+            elif line.strip() and line.rstrip() != b"data: [DONE]":
+                raise self._broken(f"the line {line[:120]!r}", "server-sent events that are objects")
+        return None if last is None else self._piece(last, ids, logprobs)
 
-    def _piece(self, event: Mapping[str, Any]) -> Piece:
-        meta = event.get("meta_info")
-        if not isinstance(meta, dict) or not isinstance(event.get("output_ids"), list):
-            raise self._broken(f"an event with {sorted(event)}", "output_ids and meta_info")
-        ids, pairs = event["output_ids"], meta.get("output_token_logprobs") or []
+    def _event(self, text: bytes, ids: list[int], logprobs: list[float]) -> _Meta:
+        """Read one event into `ids` and `logprobs`; what else it says of the call."""
+        try:
+            event = _EVENT.decode(text)
+        except msgspec.DecodeError as error:
+            raise self._broken(f"an event that cannot be read ({error}): {text[:120]!r}", "whole events") from error
+        if event.error is not None:
+            raise self._refused(event.error)
+        meta, new = event.meta_info, event.output_ids
+        if meta is None or new is None:
+            raise self._broken(f"an event without tokens: {text[:120]!r}", "output_ids and meta_info")
+        pairs = meta.output_token_logprobs or []
         if not self._incremental:
-            ids, pairs = ids[self.sampled :], pairs[self.sampled :]
-        finish = meta.get("finish_reason") or {}
-        total = meta.get("completion_tokens")
-        logprobs = self._checked(ids, pairs)
-        self.sampled += len(ids)
-        if total is not None and total != self.sampled:
-            raise self._broken(f"{self.sampled} tokens by now", f"the {total} that the server counts")
-        if finish.get("matched") == NAN_FINISH:
-            raise self._broken("logits that are not numbers (the server sampled NaN)", "finite logits")
-        kind = finish.get("type")
-        return Piece(
-            token_ids=tuple(ids), logprobs=logprobs, cached_tokens=int(meta.get("cached_tokens") or 0),
-            finish=kind, matched=finish.get("matched") if isinstance(finish.get("matched"), int) else None,
-            spans=tuple(Span(str(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions") or ()),
-            routed=self._routed(meta.get("routed_experts"), self._prompt + self.sampled - 1),
-            fault=_fault(finish) if kind == "abort" else "",
-        )  # fmt: skip
+            new, pairs = new[self.sampled :], pairs[self.sampled :]
+        self._check(new, pairs, logprobs)
+        ids += new
+        self.sampled += len(new)
+        if meta.completion_tokens is not None and meta.completion_tokens != self.sampled:
+            raise self._broken(f"{self.sampled} tokens by now", f"the {meta.completion_tokens} that the server counts")
+        return meta
 
-    def _checked(self, ids: Sequence[Any], pairs: Sequence[Any]) -> tuple[float, ...]:
-        """The logprobs that belong to `ids`."""
+    def _check(self, ids: Sequence[int], pairs: Sequence[_Pair], logprobs: list[float]) -> None:
+        """Add to `logprobs` those that belong to `ids`."""
         if len(pairs) != len(ids):
             raise self._broken(f"{len(pairs)} logprobs for {len(ids)} tokens", "one each")
-        found: list[float] = []
-        for token, pair in zip(ids, pairs, strict=True):
-            value = pair[0]
-            if type(token) is not int or not 0 <= token < self._vocab or pair[1] != token:
+        for token, (value, of, _) in zip(ids, pairs, strict=True):
+            if of != token or not 0 <= token < self._vocab:
                 raise self._broken(
-                    f"token {token!r} with a logprob of {pair[1]!r} at {self.sampled + len(found)}",
+                    f"token {token} with a logprob of {of} after {self.sampled} tokens",
                     f"one id in [0, {self._vocab})", "Is it the model that config.json describes?",
                 )  # fmt: skip
-            if not isinstance(value, (int, float)) or not math.isfinite(value):
+            if value is None or not math.isfinite(value):
                 raise self._broken(
-                    f"logprob {value!r} of token {token} at {self.sampled + len(found)}", "a finite number",
+                    f"logprob {value!r} of token {token} after {self.sampled} tokens", "a finite number",
                     "The weights hold NaN or infinity, or the forward pass made some.",
                 )  # fmt: skip
-            found.append(value)
-        return tuple(found)
+            logprobs.append(value)
 
-    def _routed(self, text: Any, positions: int) -> Array | None:
+    def _piece(self, meta: _Meta, ids: Sequence[int], logprobs: Sequence[float]) -> Piece:
+        """All tokens of a block, with what its last event says."""
+        finish, cached = meta.finish_reason, meta.cached_tokens or 0
+        if finish is None:
+            return Piece(tuple(ids), tuple(logprobs), cached)
+        if finish.matched == NAN_FINISH:
+            raise self._broken("logits that are not numbers (the server sampled NaN)", "finite logits")
+        return Piece(
+            tuple(ids), tuple(logprobs), cached,
+            finish=finish.type, matched=finish.matched if isinstance(finish.matched, int) else None,
+            spans=tuple(Span(str(span.version), span.start, span.end) for span in meta.weight_versions or ()),
+            routed=self._routed(meta.routed_experts, self._prompt + self.sampled - 1),
+            fault=_fault(finish) if finish.type == "abort" else "",
+        )  # fmt: skip
+
+    def _routed(self, text: str | None, positions: int) -> Array | None:
         if not text:
             return None
-        flat = np.frombuffer(base64.b64decode(text), "<i4")
+        try:
+            flat = np.frombuffer(base64.b64decode(text), "<i4")
+        except ValueError as error:
+            raise self._broken(f"routed experts that cannot be read ({error})", "base64 of int32") from error
         if positions < 1 or not self._experts or len(flat) % (positions * self._experts):
             raise self._broken(
                 f"{len(flat)} routed experts for {positions} positions", f"a multiple of {self._experts} for each"
@@ -176,7 +212,7 @@ class StreamReader:
         return InfrastructureError(self._doing, got=got, expected=expected, fix=fix)
 
 
-def _fault(finish: Mapping[str, Any]) -> str:
+def _fault(finish: _Finish) -> str:
     """An abort with an HTTP status is the server's own doing: out of memory, time-out, bad state."""
-    status = finish.get("status_code")
-    return f"{finish.get('message', '')} (status {status})".strip() if status else ""
+    status = finish.status_code
+    return f"{finish.message or ''} (status {status})".strip() if status else ""
