@@ -48,15 +48,18 @@ class Handing:
     async def load(self) -> EngineLoad:
         return EngineLoad(8, 0, 0, 1024, 0, self.version)
 
-    async def kv_export(self, session: str, *, stop: bool) -> ExportedKV | None:
-        self.log.append(("export", session, stop))
+    async def abort(self, request_id: str) -> bool:
+        self.log.append(("abort", request_id))
+        return True
+
+    async def kv_export(self, session: str) -> ExportedKV | None:
+        self.log.append(("export", session))
         if session not in self.sessions:
             return None
         if self.fault == "export":
             raise InfrastructureError("exporting", got="a fault")
-        goes_on = self.running and not stop
         self.sessions[session] += 20 if self.running else 0
-        return ExportedKV(session, self.version, TOKENS[: self.sessions[session]], b"here", goes_on)
+        return ExportedKV(session, self.version, TOKENS[: self.sessions[session]], b"here", self.running)
 
     async def kv_import(self, exported: ExportedKV) -> ImportedKV:
         n = len(exported.token_ids)  # type: ignore[arg-type]
@@ -108,19 +111,20 @@ async def test_a_session_in_a_pause_comes_in_one_go() -> None:
     async with cell(source) as (_, endpoint), cell(target, name="cell-2") as (there, _):
         pulled = await there.pull(PullSession("s", endpoint))
     assert (pulled.carried, pulled.tokens, pulled.bytes, pulled.transport) == (True, 64, 640, "engine")
-    assert 0 < pulled.pause_seconds <= pulled.seconds
-    assert source.log == [("export", "s", False)]
+    assert 0 == pulled.pause_seconds < pulled.seconds
+    assert source.log == [("export", "s")]
     assert target.log == [("import", "s", 3, list(range(70)), b"here")]
 
 
-async def test_a_running_session_comes_first_as_it_is_and_is_then_stopped_for_the_rest() -> None:
+async def test_a_running_session_comes_twice_as_it_is_and_is_cut_then() -> None:
     source, target = Handing(sessions={"s": 30}, running=True), Handing()
-    async with cell(source) as (_, endpoint), cell(target, name="cell-2") as (there, _):
+    async with cell(source) as (here, endpoint), cell(target, name="cell-2") as (there, _):
+        here._calls |= {"call-1": "s", "call-2": "another"}
         pulled = await there.pull(PullSession("s", endpoint))
-    assert source.log == [("export", "s", False), ("export", "s", True)]
+    assert source.log == [("export", "s"), ("export", "s"), ("abort", "call-1")]
     assert [len(entry[3]) for entry in target.log] == [50, 70]
     assert (pulled.tokens, pulled.bytes) == (64, 640)
-    assert pulled.pause_seconds < pulled.seconds
+    assert 0 < pulled.pause_seconds < pulled.seconds
 
 
 @pytest.mark.parametrize(("where", "said"), [("export", "a fault"), ("import", "a fault"), ("nothing", "none of 70")])
@@ -140,7 +144,7 @@ async def test_a_handover_that_fails_carries_nothing_and_says_why(where: str, sa
 async def test_a_cell_that_trains_exports_nothing_yet_says_where_it_would() -> None:
     engine = Handing(sessions={"s": 70})
     async with cell(engine, Role.TRAIN) as (host, endpoint):
-        assert (await host.export(ExportSession("s", True))).version == -1
+        assert (await host.export(ExportSession("s"))).version == -1
         assert endpoint.startswith("http://")
     assert engine.log == []
 
@@ -150,7 +154,7 @@ async def test_an_engine_that_offers_no_handover_has_no_endpoint_and_refuses() -
     async with cell(engine) as (host, endpoint):
         assert endpoint == ""
         with pytest.raises(CapabilityError, match="KV_HANDOVER"):
-            await host.export(ExportSession("s", True))
+            await host.export(ExportSession("s"))
         with pytest.raises(CapabilityError):
             await host.pull(PullSession("s", "http://127.0.0.1:9"))
 

@@ -45,7 +45,7 @@ async def test_what_a_call_left_is_found_by_the_next_one_elsewhere(
     assert isinstance(a, KVHandover)
     prompt = list(range(40))
     cut = await ask(a, prompt, 3)
-    held = await a.kv_export("s-a", stop=True)
+    held = await a.kv_export("s-a")
     assert held is not None
     context = [*prompt, *cut.ids]
     assert (held.token_ids.tolist(), held.version, held.running) == (context, 0, False)
@@ -53,23 +53,26 @@ async def test_what_a_call_left_is_found_by_the_next_one_elsewhere(
     assert (came.tokens, came.computed, came.nbytes) == (43, 3, 40 * 8)
     assert server.bodies[-1]["cache_salt"] == b._state.salt
     assert (await ask(b, [*context, 3], 4)).cached >= 40
-    again = await b.kv_export("s-a", stop=True)
+    again = await b.kv_export("s-a")
     assert again is not None
     assert again.token_ids.tolist()[:43] == context
 
 
-async def test_running_calls_go_on_or_end_as_told(served: Any, sources: list[WeightSource], ask: Any) -> None:
+async def test_a_running_call_goes_on_while_its_beginning_is_held(
+    served: Any, sources: list[WeightSource], ask: Any
+) -> None:
     _, a, _, _ = await two(served, sources)
     chunks: list[Any] = []
     running = asyncio.create_task(ask(a, list(range(20)), 100, into=chunks))
     while len(chunks) < 3:
         await asyncio.sleep(0.002)
-    begun = await a.kv_export("s-a", stop=False)
+    begun = await a.kv_export("s-a")
     assert begun is not None
     assert begun.running
     assert not running.done()
-    whole = await a.kv_export("s-a", stop=True)
+    await a.abort("a")
     result = await asyncio.wait_for(running, 10)
+    whole = await a.kv_export("s-a")
     assert whole is not None
     assert (result.finish, whole.running) == (FinishReason.ABORT, False)
     assert whole.token_ids.tolist() == [*range(20), *result.ids]
@@ -82,7 +85,7 @@ async def test_what_does_not_fit_never_reaches_the_destination(
 ) -> None:
     source, a, server, b = await two(served, sources)
     await ask(a, list(range(43)), 1)
-    held = await a.kv_export("s-a", stop=True)
+    held = await a.kv_export("s-a")
     assert held is not None
     other = held.token_ids.copy()
     other[3] = 7
@@ -100,17 +103,17 @@ async def test_what_does_not_fit_never_reaches_the_destination(
     assert server.bodies == []
     source.faults.add("no-params")
     with pytest.raises(InfrastructureError, match="NixlConnector"):
-        await a.kv_export("s-a", stop=True)
+        await a.kv_export("s-a")
 
 
 async def test_there_is_nothing_to_export_of_strangers_and_of_older_weights(
     served: Any, sources: list[WeightSource], ask: Any
 ) -> None:
     _, a, _, _ = await two(served, sources)
-    assert await a.kv_export("nobody", stop=True) is None
+    assert await a.kv_export("nobody") is None
     await ask(a, list(range(40)), 3)
     await a.update_weights(sources[1])
-    assert await a.kv_export("s-a", stop=True) is None
+    assert await a.kv_export("s-a") is None
 
 
 def test_no_more_contexts_are_remembered_than_the_server_has_room_for() -> None:
@@ -158,7 +161,7 @@ async def test_a_server_without_a_connector_says_so(served: Any) -> None:
     _, engine = await served()
     assert EngineCapability.KV_HANDOVER not in engine.capabilities
     with pytest.raises(CapabilityError, match="transfers"):
-        await engine.kv_export("s", stop=True)
+        await engine.kv_export("s")
 
 
 def token_bytes(source: WeightSource) -> int:
@@ -198,13 +201,14 @@ async def test_a_session_goes_on_on_another_real_server(
         prompt = rig.prompt(600)
         running = Watched(a, request_of(prompt, 300, name="r", session="s"))
         await running.until(60)
-        begun = await a.kv_export("s", stop=False)
+        begun = await a.kv_export("s")
         assert begun is not None
         assert begun.running
         first = await b.kv_import(begun)
         await running.until(100)
-        held = await a.kv_export("s", stop=True)
+        await a.abort("r")
         cut = await rig.within(running.task)
+        held = await a.kv_export("s")
         context = [*prompt, *cut.ids]
         assert held is not None
         assert held.token_ids.tolist() == context

@@ -109,7 +109,7 @@ class ExportedKV:
     ticket: bytes
     """Where and how, in the words of this kind of engine: plain data, never code."""
     running: bool = False
-    """Calls of the session went on meanwhile: this is a beginning, and what came after it is to be fetched yet."""
+    """A call of the session goes on: what it samples from now on is not held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +133,9 @@ class KVHandover(Protocol):
     as it was; KV is never taken for tokens that it is not of.
     """
 
-    async def kv_export(self, session: str, *, stop: bool) -> ExportedKV | None:
-        """Hold the session's KV for another engine; None when there is none under the present version. `stop`: end its
-        running calls with ABORT at a token border first; otherwise they go on."""
+    async def kv_export(self, session: str) -> ExportedKV | None:
+        """Hold the session's present KV for another engine; None when there is none under the present version. Running
+        calls go on."""
 
     async def kv_import(self, exported: ExportedKV) -> ImportedKV:
         """Fetch what another engine's `kv_export` holds into the prefix cache."""

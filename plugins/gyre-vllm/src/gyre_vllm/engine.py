@@ -224,21 +224,17 @@ class VLLMEngine:
 
     # KV of sessions: the server's HTTP interface gives no block to read or to write, but two servers may hand it over
 
-    async def kv_export(self, session: str, *, stop: bool) -> ExportedKV | None:
+    async def kv_export(self, session: str) -> ExportedKV | None:
         """Hold the KV of the session's newest context for another vLLM; see `gyre_vllm.handover`."""
-        doing, state = f"exporting the KV of {session!r}", self._state
-        server = connected(state, doing)
+        state = self._state
+        connected(state, f"exporting the KV of {session!r}")
         running = [call for call in state.calls if call.request.session == session and not call.over]
-        if stop:
-            for call in running:
-                call.abort()
-            await state.end_segments(server, running)
         for call in running:
             self._note_context(session, call.salt, [*call.prompt, *call.sampled])
         context = self._contexts.of(session, state.salt)
         if context is None:
             return None
-        return await export_session(state, session, context, running=bool(running) and not stop)
+        return await export_session(state, session, context, running=bool(running))
 
     async def kv_import(self, exported: ExportedKV) -> ImportedKV:
         """Fetch what another vLLM's `kv_export` holds."""

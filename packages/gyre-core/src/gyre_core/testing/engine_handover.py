@@ -27,7 +27,7 @@ def handing(engine: Engine) -> KVHandover:
 async def held_by(rig: EngineRig, engine: Engine, prompt: list[int], session: str) -> ExportedKV:
     """A finished call's KV, held."""
     await call(engine, prompt, 4, name=f"of-{session}", session=session)
-    held: ExportedKV | None = await rig.within(handing(engine).kv_export(session, stop=True))
+    held: ExportedKV | None = await rig.within(handing(engine).kv_export(session))
     assert held is not None
     return held
 
@@ -36,18 +36,20 @@ class HandoverChecks:
     """What an engine with `KV_HANDOVER` must do."""
 
     async def test_a_running_session_is_handed_over_and_computes_little_again(self, rig: EngineRig) -> None:
-        """First while its call runs, then whole; greedy tokens at the destination are those of no move."""
+        """First while its call runs, then what it left; greedy tokens at the destination are those of no move."""
         async with rig.started() as a, rig.started() as b:
             source, target = handing(a), handing(b)
             prompt = rig.prompt(rig.max_context // 3)
             running = Watched(a, request_of(prompt, rig.max_context // 2, name="r", session="s"))
             await running.until(3)
-            begun = await rig.within(source.kv_export("s", stop=False))
+            begun = await rig.within(source.kv_export("s"))
             assert begun is not None
             assert begun.running
             await rig.within(target.kv_import(begun))
-            held = await rig.within(source.kv_export("s", stop=True))
+            assert not running.task.done()
+            await a.abort("r")
             cut = await rig.within(running.task)
+            held = await rig.within(source.kv_export("s"))
             context = [*prompt, *cut.ids]
             assert cut.finish is FinishReason.ABORT
             assert held is not None
@@ -62,10 +64,10 @@ class HandoverChecks:
     async def test_there_is_nothing_to_hold_of_a_stranger_or_of_older_weights(self, rig: EngineRig) -> None:
         """None, so that nobody waits for what cannot come."""
         async with rig.started() as engine:
-            assert await handing(engine).kv_export("nobody", stop=True) is None
+            assert await handing(engine).kv_export("nobody") is None
             await held_by(rig, engine, rig.prompt(40), "s")
             await engine.update_weights(rig.sources[1])
-            assert await handing(engine).kv_export("s", stop=True) is None
+            assert await handing(engine).kv_export("s") is None
 
     async def test_what_does_not_fit_is_refused_and_changes_nothing(self, rig: EngineRig) -> None:
         """Other tokens, a ticket that is none, other weights: InfrastructureError, and the next call computes."""
