@@ -12,12 +12,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gyre_core.environments import build, read_spec
-from gyre_rl.config import load
+from gyre_rl.config import RunConfig, load
 from gyre_rl.ring import run
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.views import events as ev
 from gyre_tito import Store
-from small import QUICKSTART, SMALL, Probe, check_counted_once, compare_logprobs, processes_of
+from small import QUICKSTART, SMALL, Probe, check_counted_once, compare_logprobs, kill, pid_of, processes_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 TRAINERS = {
@@ -27,11 +27,16 @@ TRAINERS = {
 SLOW_STARTS = ("cells.start_s=600", "cells.switch_s=300", "limits.wall_s=300", "rollout.tasks_per_step=2")
 
 
-@pytest.mark.parametrize("trainer", sorted(TRAINERS))
-def test_the_run_ends_right(trainer: str, tmp_path: Path) -> None:
+def config_of(trainer: str, root: Path) -> RunConfig:
+    """The small run with that trainer, whose environment is built if need be."""
     build(read_spec(Path(str(files(f"gyre_{trainer}") / "environment.toml"))))
     common = [item for item in SMALL if not item.startswith("trainer.")]
-    config = replace(load(QUICKSTART, [*common, TRAINERS[trainer], *SLOW_STARTS]), dir=str(tmp_path))
+    return replace(load(QUICKSTART, [*common, TRAINERS[trainer], *SLOW_STARTS]), dir=str(root))
+
+
+@pytest.mark.parametrize("trainer", sorted(TRAINERS))
+def test_the_run_ends_right(trainer: str, tmp_path: Path) -> None:
+    config = config_of(trainer, tmp_path)
     probe = Probe()
     summary = asyncio.run(run(config, view=probe))
     assert summary.status == "finished"
@@ -50,3 +55,35 @@ def test_the_run_ends_right(trainer: str, tmp_path: Path) -> None:
         assert tokens > 0.8 * sampled
     finally:
         store.close()
+
+
+def test_kill_9_of_a_core_with_ranks_in_mid_step(tmp_path: Path) -> None:
+    """Its ranks end with it; a new core with new ranks goes on from the checkpoint, and every group counts once."""
+    ranks: list[int] = []
+
+    def act(event: ev.Event) -> None:
+        if isinstance(event, ev.Contributed) and event.step == 1 and not ranks:
+            ranks.extend(children_of(pid_of(tmp_path, "cell-0#1")))
+            kill(tmp_path, "cell-0#1")
+
+    probe = Probe(act)
+    summary = asyncio.run(run(config_of("deepspeed", tmp_path), view=probe))
+    assert (summary.status, summary.steps, summary.lost_calls) == ("finished", 2, 0)
+    assert ranks, "the core had no ranks, so nothing is proven"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert [e.cell for e in probe.of(ev.CellStateChanged) if e.state == "LOST"] == ["cell-0#1"]
+    check_counted_once(probe.seen, steps=2)
+    assert processes_of(tmp_path) == []
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(path.parent.name))
+    return found

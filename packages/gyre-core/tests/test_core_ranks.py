@@ -9,12 +9,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import gyre_core
 import pytest
-from gyre_core import CapabilityError, ConfigError, InfrastructureError, MicroBatch, WeightSource
+from gyre_core import CapabilityError, ConfigError, InfrastructureError, MicroBatch, ModelFacts, WeightSource
 from gyre_core.ranks import Entry, RankPlan, RankTrainer, RankTrainerOptions, TensorFile, package_folders
 from gyre_core.ranks.places import interpreter, local_device
 from gyre_core.ranks.tensorfile import create, files_of, shards
@@ -68,7 +69,7 @@ async def test_a_step_is_the_sum_of_what_the_ranks_hold(tmp_path: Path, model: P
         await asyncio.gather(
             core.start(WeightSource(4, str(model)), core=True), satellite.start(WeightSource(4, str(model)), core=False)
         )
-        assert core.facts == {"parameters": 17}
+        assert core.facts == ModelFacts("Fake", 17, False, 3, 4)
         assert await core.logprobs(batch("x", add=1.0)) == [-1.0, -2.0]
         stats = await core.accumulate(batch("x", add=1.0))
         assert (stats.loss_sum, stats.trained_tokens, stats.tokens) == (3.0, 3, 4)
@@ -154,6 +155,48 @@ async def test_what_died_with_the_ranks_is_not_exported(tmp_path: Path, model: P
         await satellite.close()
 
 
+async def killed_during(trainer: RankTrainer, command: Coroutine[Any, Any, Any]) -> str:
+    """Rank 1 stands still, the command comes, rank 1 dies: the error that the command ends with."""
+    pid = trainer.pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    task = asyncio.ensure_future(command)
+    await asyncio.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(InfrastructureError, match="rank 1 of 2") as caught:
+        await task
+    return str(caught.value)
+
+
+async def test_a_rank_killed_while_fetching_leaves_the_version_it_had(tmp_path: Path, model: Path) -> None:
+    satellite = make(tmp_path)
+    try:
+        await satellite.start(WeightSource(2, str(model)), core=False)
+        assert "load" in await killed_during(satellite, satellite.load_weights(WeightSource(5, str(model))))
+        assert satellite.version == 2
+        await satellite.load_weights(WeightSource(5, str(model)))
+        await satellite.accumulate(batch("a", add=1.0))
+        assert (await satellite.export_contribution("c", 1, str(tmp_path / "parts"))).version == 5
+    finally:
+        await satellite.close()
+
+
+async def test_a_rank_killed_while_handing_over_leaves_no_file(tmp_path: Path, model: Path) -> None:
+    satellite = make(tmp_path)
+    try:
+        await satellite.start(WeightSource(2, str(model)), core=False)
+        await satellite.accumulate(batch("a", add=1.0))
+        assert "export" in await killed_during(
+            satellite, satellite.export_contribution("c", 1, str(tmp_path / "parts"))
+        )
+        assert list((tmp_path / "parts").iterdir()) == []
+        await satellite.discard_contribution()
+        await satellite.accumulate(batch("a", add=1.0))
+        made = await satellite.export_contribution("c", 1, str(tmp_path / "parts"))
+        assert numbers(made.location, "b.weight") == [1.0] * 5
+    finally:
+        await satellite.close()
+
+
 async def test_a_rank_that_hangs_ends_by_time_out(tmp_path: Path, model: Path) -> None:
     satellite = make(tmp_path, options=dataclasses.replace(OPTIONS, timeout_s=1.0))
     try:
@@ -203,17 +246,22 @@ async def test_a_core_that_lost_its_ranks_says_so_until_it_is_restored(tmp_path:
         await core.close()
 
 
-async def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize(
+    ("guilty", "named"), [(["e2"], "e2"), (["e1", "e2"], "e1, e2"), ([], "e1, e2")], ids=["one", "both", "unclear"]
+)
+async def test_a_gradient_that_is_not_finite_is_named(
+    tmp_path: Path, model: Path, guilty: list[str], named: str
+) -> None:
     core = make(tmp_path)
     try:
         await core.start(WeightSource(0, str(model)), core=True)
-        await core.accumulate(batch("bad", do="nan"))
+        await core.accumulate(batch("bad", do="nan", guilty=guilty))
         await core.add_contribution(await core.export_contribution("guilty", 1, str(tmp_path)))
         await core.accumulate(batch("good", add=1.0))
         await core.add_contribution(await core.export_contribution("fine", 1, str(tmp_path)))
         skipped = (await core.step(1.0)).skipped or ""
         assert "guilty" in skipped
-        assert "micro-batch bad (executions e1)" in skipped
+        assert f"micro-batch bad (executions {named})" in skipped
         assert "fine" not in skipped
         with pytest.raises(InfrastructureError, match=r"a\.weight"):
             await core.restore(str(broken(tmp_path, model)))

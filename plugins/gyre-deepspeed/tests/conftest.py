@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gyre_core import ComponentContext
-from gyre_core.testing.ranks import RankPool
+from gyre_core import ComponentContext, WeightSource
+from gyre_core.testing.rank_pool import RankPool
+from gyre_core.testing.ranks import Poison
 from gyre_core.testing.support import environment_python, load_module
 from gyre_deepspeed.trainer import ENVIRONMENT, DeepSpeedTrainer
 
@@ -42,6 +43,18 @@ def oracle() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
+def expert_oracle(oracle: Callable[..., Any]) -> Callable[..., Any]:
+    """`oracle` under the names that files have for experts."""
+    return lambda model, work: load_module(LOCAL / "tiny_models.py").per_expert(oracle(model, work))
+
+
+@pytest.fixture(scope="session")
+def told_logprobs() -> Callable[..., Any]:
+    """`told_logprobs(model, batch)`, branch by branch."""
+    return load_module(LOCAL / "tree_batches.py").logprobs  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folder of a tiny model by (kind, seed); made once."""
     root = tmp_path_factory.mktemp("models")
@@ -53,6 +66,15 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return folder
 
     return find
+
+
+@pytest.fixture
+def poison(folder_of: Callable[..., Path], batches: Callable[..., Any], tmp_path: Path) -> Poison:
+    """NaN in the embedding of a token that one execution alone has."""
+    batch, execution, token = load_module(LOCAL / "tree_batches.py").only_in_one(batches(count=8))
+    healthy = folder_of("qwen3-untied")
+    poisoned = load_module(LOCAL / "tiny_models.py").poison(healthy, tmp_path / "poisoned", token)
+    return Poison(WeightSource(0, str(healthy)), WeightSource(0, str(poisoned)), batch, execution)
 
 
 @pytest.fixture

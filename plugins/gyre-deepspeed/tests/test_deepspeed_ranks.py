@@ -17,11 +17,14 @@ from gyre_local.train.trainer import LocalTrainer
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 RATE = 1e-3
 SPLITS: list[dict[str, Any]] = [
+    {"stage": 1},
     {"stage": 1, "ranks": 2},
-    {"stage": 2, "ranks": 2, "offload_optimizer": True},
+    {"stage": 2},
+    {"stage": 2, "ranks": 2},
+    {"stage": 3},
     {"stage": 3, "ranks": 2},
+    {"stage": 2, "ranks": 2, "offload_optimizer": True, "recompute": True},
     {"stage": 3, "offload_optimizer": True},
-    {"stage": 2, "recompute": True},
 ]
 
 

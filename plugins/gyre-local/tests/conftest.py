@@ -34,6 +34,12 @@ def gradient() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
+def told_logprobs() -> Callable[..., Any]:
+    """`told_logprobs(model, batch)`, branch by branch."""
+    return load_module(HERE / "tree_batches.py").logprobs  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
 def folder_of(tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folder of a tiny model by (kind, seed); made once."""
     root = tmp_path_factory.mktemp("models")

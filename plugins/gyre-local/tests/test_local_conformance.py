@@ -35,6 +35,7 @@ class TestLocalTrainer(TrainerConformance):
         context: ComponentContext,
         batches: Any,
         gradient: Any,
+        told_logprobs: Any,
     ) -> TrainerRig:
         options = LocalTrainerOptions(dtype=request.param, learning_rate=1e-2)
         exact = request.param == "float64"
@@ -49,6 +50,7 @@ class TestLocalTrainer(TrainerConformance):
             WeightSource(0, str(folder_of("qwen3"))),
             batches(count=8),
             oracle,
+            told_logprobs,
             dtype=request.param,
             sum_tolerance=1e-10 if exact else 1e-5,
         )

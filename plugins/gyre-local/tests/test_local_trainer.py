@@ -22,6 +22,7 @@ from gyre_core import (
     MicroBatch,
     WeightSource,
 )
+from gyre_core.testing.support import load_module
 from gyre_local.options import LocalTrainerOptions
 from gyre_local.train.replica import chosen_objective
 from gyre_local.train.trainer import LocalTrainer
@@ -246,6 +247,26 @@ async def test_a_nan_gradient_steps_nothing_and_is_named(make_batches: Any, trai
     assert relative_gap(weights_of(core), before) == 0
     await core.add_contribution(await contribute(core, batches[:1], "again", tmp_path))
     assert (await core.step(1.0)).skipped is None
+
+
+async def test_the_guilty_execution_is_named_and_not_its_batch_mates(
+    make_batches: Any, tiny: Any, folder_of: Any, context: ComponentContext, tmp_path: Path
+) -> None:
+    """Attention carries NaN to every execution of the micro-batch; each computed alone shows whose it is."""
+    batch, execution, token = load_module(Path(__file__).with_name("tree_batches.py")).only_in_one(make_batches())
+    core, satellite = (LocalTrainer(LocalTrainerOptions(), context) for _ in range(2))
+    await core.start(WeightSource(0, str(folder_of("qwen3-untied"))), core=True)
+    poisoned = tiny.poison(folder_of("qwen3-untied"), tmp_path / "poisoned", token)
+    await satellite.start(WeightSource(0, str(poisoned)), core=False)
+    await core.add_contribution(await contribute(satellite, [batch], "bad", tmp_path))
+    assert f"micro-batch {batch.id} (executions {execution})" in ((await core.step(1.0)).skipped or "")
+    for trainer in (core, satellite):
+        await trainer.close()
+
+
+async def test_a_mixture_of_experts_is_refused(trainers: Any) -> None:
+    with pytest.raises(ConfigError, match=r"experts.*deepspeed or megatron"):
+        await trainers(kind="qwen3-moe")
 
 
 async def test_a_step_without_a_gradient_is_skipped_and_counted(trainers: Any) -> None:

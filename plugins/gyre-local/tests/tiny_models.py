@@ -6,6 +6,8 @@ Weights are drawn large enough that logits differ clearly between tokens, so tha
 from __future__ import annotations
 
 import argparse
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,17 @@ SIZES: dict[str, Any] = {
 
 
 def config_of(kind: str, **sizes: Any) -> Any:
-    """A transformers config: qwen3 (tied), qwen3-untied, qwen2 (biases), llama, llama3 (scaled rope)."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    """A transformers config: qwen3 (tied), qwen3-untied, qwen3-moe, qwen2 (biases), llama, llama3 (scaled rope)."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     merged = SIZES | sizes
     if kind == "qwen3":
         return Qwen3Config(**merged, head_dim=24, tie_word_embeddings=True)
     if kind == "qwen3-untied":
         return Qwen3Config(**merged, head_dim=16, tie_word_embeddings=False)
+    if kind == "qwen3-moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+        return Qwen3MoeConfig(**merged, **experts, head_dim=16, tie_word_embeddings=False)
     if kind == "qwen2":
         return Qwen2Config(**merged, tie_word_embeddings=False)
     if kind == "llama":
@@ -67,6 +72,33 @@ def save(kind: str, folder: Path, seed: int = 0, **sizes: Any) -> Path:
     """Build and write config.json and model.safetensors."""
     build(kind, seed, **sizes).save_pretrained(folder)
     return folder
+
+
+def per_expert(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers' stacked experts under the names that files have."""
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        top, _, last = name.rpartition("experts.")
+        if last == "gate_up_proj":
+            for index, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                found |= {f"{top}experts.{index}.gate_proj.weight": gate, f"{top}experts.{index}.up_proj.weight": up}
+        elif last == "down_proj":
+            found |= {f"{top}experts.{index}.down_proj.weight": down for index, down in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return found
+
+
+def poison(folder: Path, target: Path, token: int) -> Path:
+    """A copy of a model whose embedding of one token is NaN; untied, or every logit would be."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    tensors["model.embed_tokens.weight"][token] = float("nan")
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import gyre_loss as gl
 from gyre_core import MicroBatch
+from gyre_loss.shares import alone
 
 
 def make_batches(seed: int = 0, count: int = 4) -> list[MicroBatch]:
@@ -34,6 +35,25 @@ def make_batches(seed: int = 0, count: int = 4) -> list[MicroBatch]:
         for part in gl.partition(made.batch, max_tokens=45).parts:
             found.append(MicroBatch(f"b{len(found)}", 1, part.tokens, gl.to_bytes(part)))
     return found
+
+
+def logprobs(model: Any, batch: MicroBatch) -> list[float]:
+    """What the model says of every loss entry of the batch, branch by branch through its own attention."""
+    tree = gl.from_bytes(bytearray(batch.blob))
+    return [float(value) for value in gl.token_logprobs(model, tree, method="branches")]
+
+
+def only_in_one(batches: Sequence[MicroBatch]) -> tuple[MicroBatch, str, int]:
+    """A micro-batch of several executions, one of them, and a token that stands in the context of that one alone."""
+    for batch in batches:
+        tree = gl.from_bytes(bytearray(batch.blob))
+        names = [name for name, held in zip(tree.execution_ids, tree.held_tokens(), strict=True) if held]
+        seen = {name: set(alone(tree, name).token_ids.tolist()) for name in names}
+        for name in names if len(names) > 1 else ():
+            own = seen[name].difference(*(seen[other] for other in names if other != name))
+            if own:
+                return batch, name, min(own)
+    raise ValueError("looking for a micro-batch with several executions: got none")
 
 
 def gradient(model: Any, batches: Sequence[MicroBatch]) -> Mapping[str, Any]:

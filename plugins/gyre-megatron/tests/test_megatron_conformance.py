@@ -13,33 +13,42 @@ from gyre_megatron.options import MegatronTrainerOptions
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
-SPLITS = ["qwen3", "qwen3-dp2", "qwen3-tp2", "qwen3-pp3", "qwen3-untied-tp2-dp2", "qwen2-tp2", "llama3"]
+SPLITS = [
+    "qwen3", "qwen3-dp2", "qwen3-tp2", "qwen3-pp2", "qwen3-untied-tp2-dp2", "qwen3-tp2-pp2", "qwen2-tp2", "llama3-pp3",
+]  # fmt: skip
 """Tiny model, tensor-, pipeline- and data-parallel ranks."""
 
 
 class TestMegatron(TrainerConformance):
-    @pytest.fixture(params=SPLITS)
+    @pytest.fixture(scope="class", params=SPLITS)
+    def words(self, request: pytest.FixtureRequest) -> list[str]:
+        """Of the class, so that one split's tests follow each other and its ranks are used again."""
+        return request.param.replace("-untied", "_untied").split("-")  # type: ignore[no-any-return]
+
+    @pytest.fixture
     def rig(
         self,
-        request: pytest.FixtureRequest,
+        words: list[str],
         python: str,
         folder_of: Callable[..., Path],
         context: ComponentContext,
         batches: Any,
         oracle: Any,
+        told_logprobs: Any,
         pooled: Any,
     ) -> TrainerRig:
-        words = request.param.replace("-untied", "_untied").split("-")
         split = {word[:2]: int(word[2:]) for word in words[1:]}
         tensor, pipeline = split.get("tp", 1), split.get("pp", 1)
         options = MegatronTrainerOptions(
             python=python, cpu_shim=True, tensor_parallel=tensor, pipeline_parallel=pipeline,
             ranks=tensor * pipeline * split.get("dp", 1), learning_rate=1e-2,
         )  # fmt: skip
+        folder = folder_of(words[0].replace("_", "-"), layers=4 if pipeline == 2 else 3)
         return TrainerRig(
             lambda: pooled(options, context),
-            WeightSource(0, str(folder_of(words[0].replace("_", "-")))),
+            WeightSource(0, str(folder)),
             batches(count=8),
             oracle,
+            told_logprobs,
             trials=3,
         )

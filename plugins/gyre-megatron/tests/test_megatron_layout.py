@@ -105,11 +105,21 @@ def test_heads_of_a_group_lie_together() -> None:
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "yarn"),
         ({"attention_bias": True}, "attention_bias"),
         ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "norm_topk_prob": False}, "norm_topk_prob"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "num_experts": 0}, "num_experts"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "mlp_only_layers": [0]}, "mlp_only_layers"),
     ],
 )
 def test_what_would_be_computed_wrong_is_refused_by_name(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         shape_of(BASE | change)
+
+
+def test_experts_are_counted_under_either_name() -> None:
+    """transformers 5 writes num_local_experts where Qwen's own files have num_experts."""
+    told = BASE | CONFIGS["qwen3-moe"]
+    renamed = {key: value for key, value in told.items() if key != "num_experts"} | {"num_local_experts": 3}
+    assert shape_of(renamed) == shape_of(told)
+    assert shape_of(renamed).experts == 3
 
 
 def test_splits_that_leave_a_remainder_are_refused() -> None:
@@ -124,7 +134,13 @@ def test_splits_that_leave_a_remainder_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "told",
-    [{"sequence_parallel": True}, {"context_parallel": 2}, {"tensor_parallel": 2, "ranks": 3}, {"tensor_parallel": 0}],
+    [
+        {"sequence_parallel": True},
+        {"context_parallel": 2},
+        {"expert_parallel": 2},
+        {"tensor_parallel": 2, "ranks": 3},
+        {"tensor_parallel": 0},
+    ],
 )
 def test_options_that_cannot_work_are_refused(told: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(told))):

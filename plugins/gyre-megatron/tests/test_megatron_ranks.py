@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -17,17 +19,25 @@ from gyre_megatron.options import MegatronTrainerOptions
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 RATE = 1e-3
 SPLITS: list[dict[str, Any]] = [
+    {"ranks": 1},
     {"tensor_parallel": 2},
-    {"pipeline_parallel": 3},
+    {"pipeline_parallel": 2},
     {"ranks": 2},
     {"tensor_parallel": 2, "ranks": 4},
-    {"recompute": True, "pipeline_parallel": 3},
+    {"tensor_parallel": 2, "pipeline_parallel": 2},
+    {"pipeline_parallel": 3, "recompute": True},
 ]
+LAYERS = 6
+"""Over two stages and over three, of which the middle one has neither embedding nor head."""
 
 
 class TestRanks(RankTrainerChecks):
     two: ClassVar = {"tensor_parallel": 2}
-    elsewhere: ClassVar = ({"pipeline_parallel": 3}, {"ranks": 2})
+    elsewhere: ClassVar = ({"pipeline_parallel": 2}, {"ranks": 2})
+
+    @pytest.fixture
+    def folder_of(self, folder_of: Any) -> Callable[..., Path]:
+        return partial(folder_of, layers=LAYERS)
 
     @pytest.fixture(params=SPLITS, ids=lambda told: "-".join(f"{k}{v}" for k, v in told.items()))
     def split(self, request: pytest.FixtureRequest) -> dict[str, Any]:

@@ -48,6 +48,7 @@ from gyre_core.execution import (
     Task,
     TaskSet,
 )
+from gyre_core.facts import ModelFacts
 from gyre_core.hookspecs import HookSpecs, hookimpl, hookspec
 from gyre_core.ids import CellId, parse_cell_id
 from gyre_core.kv import ExportedKV, ImportedKV, KVHandover, KVHolder, KVShape, MemoryRegion, PinnedKV
@@ -107,6 +108,7 @@ __all__ = [
     "MicroBatch",
     "Milestone",
     "ModelEndpoint",
+    "ModelFacts",
     "PauseMode",
     "PinnedKV",
     "PluginError",

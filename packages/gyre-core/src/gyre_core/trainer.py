@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from gyre_core.engine import WeightSource
+from gyre_core.facts import ModelFacts
 
 
 class TrainerCapability(StrEnum):
@@ -84,6 +85,10 @@ class Trainer(Protocol):
     def version(self) -> int:
         """Policy version of its weights; -1 before the first load."""
 
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What it made of the model; None before `start`. A run compares it with what the engine loads."""
+
     async def prepare(self, source: WeightSource) -> None:
         """Do what `start` can have done beforehand without accelerator memory (imports, compiling), so that the first
         switch to TRAIN is as short as the others. May be left out; called at most once, while the engine may run."""
@@ -92,7 +97,8 @@ class Trainer(Protocol):
         """Load model and weights; with `core` also make the optimizer."""
 
     async def load_weights(self, source: WeightSource) -> None:
-        """Take another version's weights (a satellite's snapshot). Discards gradients not exported."""
+        """Take another version's weights (a satellite's snapshot). Discards gradients not exported. On an error it has
+        the version it had, or none (-1) and computes nothing until one is loaded."""
 
     async def logprobs(self, batch: MicroBatch) -> Sequence[float]:
         """Log-probability of every sampled token of the batch in tree order, float32, under the present weights."""

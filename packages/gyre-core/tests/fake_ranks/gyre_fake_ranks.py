@@ -1,7 +1,7 @@
 """A rank without torch: vectors of the standard library, sharded flat over the ranks; `python -m gyre_fake_ranks`.
 
 A micro-batch is JSON: {"add": 1.0} adds that to every element's gradient; {"do": "die" | "hang" | "raise" | "refuse" |
-"rubbish" | "nan", "rank": 1} misbehaves in one rank.
+"rubbish" | "nan", "rank": 1} misbehaves in one rank; "guilty" names the executions, of e1 and e2, that are not finite.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gyre_core import ModelFacts
 from gyre_core.ranks import Computed, Entry, Piece, RankReplica, RankSeat, TensorFile, serve
 
 SHAPES = [("a.weight", (4, 3)), ("b.weight", (5,))]
@@ -117,8 +118,8 @@ class FakeReplica(RankReplica):
     def parameters(self) -> Sequence[tuple[str, tuple[int, ...]]]:
         return SHAPES
 
-    def facts(self) -> Mapping[str, Any]:
-        return {"parameters": 17}
+    def facts(self) -> ModelFacts:
+        return ModelFacts("Fake", 17, False, 3, 4)
 
     def weights(self) -> Sequence[Piece]:
         return self._pieces(self.w)
@@ -134,7 +135,10 @@ class FakeReplica(RankReplica):
             self._misbehave(told.get("do"))
         for vector in self.sum:
             vector.add_(Vector.zeros(len(vector))._each([told.get("add", math.nan)] * len(vector)))
-        return Computed(told.get("do") != "nan", loss=told.get("add", 0.0), trained=1, executions=("e1",))
+        return Computed(told.get("do") != "nan", loss=told.get("add", 0.0), trained=1, executions=("e1", "e2"))
+
+    def finite(self, blob: bytes, execution: str) -> bool:
+        return execution not in json.loads(blob).get("guilty", [])
 
     def _misbehave(self, what: str | None) -> None:
         if what == "die":

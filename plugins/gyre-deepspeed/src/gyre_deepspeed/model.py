@@ -83,17 +83,3 @@ def make_model(folder: Path, dtype: torch.dtype) -> nn.Module:
     model.config.use_cache = False
     found: nn.Module = model
     return found
-
-
-def facts_of(model: nn.Module) -> dict[str, Any]:
-    """What is worth comparing with the engine before the first step."""
-    config: Any = model.config
-    sizes = [int(getattr(p, "ds_numel", p.numel())) for p in model.parameters()]
-    return {
-        "parameters": sum(sizes),
-        "tied": bool(config.tie_word_embeddings),
-        "vocabulary": int(config.vocab_size),
-        "padded_vocabulary": int(config.vocab_size),
-        "rope": dict(getattr(config, "rope_parameters", None) or {}),
-        "architecture": type(model).__name__,
-    }

@@ -23,19 +23,22 @@ import gyre_loss as gl
 import numpy as np
 import torch
 import torch.distributed as dist
-from gyre_core import InfrastructureError
+from gyre_core import InfrastructureError, ModelFacts
+from gyre_core.facts import facts_of
 from gyre_core.ranks import Computed, Entry, Piece, RankReplica, RankSeat, TensorFile
 from gyre_core.ranks.places import local_device
+from gyre_core.ranks.stored import Stored, stored_as
+from gyre_core.ranks.tensorfile import files_of
 from gyre_loss.attention import choose
 from gyre_loss.layout import Layout
 from gyre_loss.named import flat_metrics, make_objective
 from gyre_loss.pieces import inputs
 from gyre_loss.pieces import loss as loss_of
-from gyre_loss.shares import shares
-from gyre_loss.terms import Targets, recorded_experts
-from torch import Tensor
+from gyre_loss.shares import alone, shares
+from gyre_loss.terms import Targets, WeightedLoss, recorded_experts
+from torch import Tensor, nn
 
-from gyre_deepspeed.model import TreeModule, facts_of, make_model
+from gyre_deepspeed.model import TreeModule, make_model
 from gyre_deepspeed.options import DeepSpeedTrainerOptions
 from gyre_deepspeed.zero import VERSION, Range, ZeroShards, shards_of
 
@@ -60,6 +63,7 @@ class DeepSpeedReplica(RankReplica):
         self._shards: ZeroShards | None = None
         self._open: list[Tensor] | None = None
         self._flats: list[Tensor] = []
+        self._stored: list[tuple[nn.Parameter, list[Stored]]] = []
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend, init_method=f"file://{seat.rendezvous}", rank=seat.rank, world_size=seat.world,
@@ -124,19 +128,21 @@ class DeepSpeedReplica(RankReplica):
         finder: Any = model
         if options.recompute:
             finder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        names = {id(p): name for name, p in model.named_parameters()}
+        there = [name for path in files_of(folder) for name in TensorFile(path).entries]
+        self._stored = [(p, stored_as(name, _shape(p), there)) for name, p in model.named_parameters()]
         module = TreeModule(model)
         engine, _, _, _ = deepspeed.initialize(model=module, optimizer=self._adam(module), config=config)
         engine.train(options.recompute)
         self._engine, self._module = engine, module
-        self._shards = shards_of(options.stage, engine.optimizer, names, self._seat.rank, self._seat.world)
+        stored = {id(p): parts for p, parts in self._stored}
+        self._shards = shards_of(options.stage, engine.optimizer, stored, self._seat.rank, self._seat.world)
         self.clear()
 
     def _adam(self, module: TreeModule) -> torch.optim.Optimizer:
         options = self._options
         parameters = [p for p in module.parameters() if p.requires_grad]
-        wide = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) > 1]
-        narrow = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) <= 1]
+        wide = [p for p in parameters if len(_shape(p)) > 1]
+        narrow = [p for p in parameters if len(_shape(p)) <= 1]
         groups = [
             {"params": wide, "weight_decay": options.weight_decay}, {"params": narrow, "weight_decay": 0.0},
         ]  # fmt: skip
@@ -147,7 +153,7 @@ class DeepSpeedReplica(RankReplica):
 
     def teardown(self) -> None:
         """Drop the engine."""
-        self._open, self._flats, self._shards = None, [], None
+        self._open, self._flats, self._shards, self._stored = None, [], None, []
         if self._engine is not None:
             self._engine.destroy()
         self._engine = self._module = None
@@ -162,17 +168,12 @@ class DeepSpeedReplica(RankReplica):
         return self._engine, self._module, self._shards
 
     def parameters(self) -> Sequence[tuple[str, tuple[int, ...]]]:
-        """By the names of the transformers model."""
-        _, module, _ = self._live
-        return [
-            (name, tuple(getattr(p, "ds_shape", p.shape)))
-            for name, p in module.model.named_parameters()
-            if p.requires_grad
-        ]
+        """By the names that the files of the model have."""
+        return [(part.name, part.shape) for p, parts in self._stored if p.requires_grad for part in parts]
 
-    def facts(self) -> Mapping[str, Any]:
-        """Sizes, tying, vocabulary, rope, stage and ranks."""
-        return facts_of(self._live[1].model) | {"stage": self._options.stage, "ranks": self._seat.world}
+    def facts(self) -> ModelFacts:
+        """Of the transformers model; gyre-loss's forward uses recorded experts again, but not with recomputing."""
+        return facts_of(self._live[1].model, router_replay=not self._options.recompute)
 
     def view(self, file: TensorFile, entry: Entry) -> Tensor:
         """torch's view of the file."""
@@ -217,10 +218,24 @@ class DeepSpeedReplica(RankReplica):
 
     def compute(self, blob: bytes) -> Computed:
         """This rank's share, forward and backward."""
-        engine, module, shards = self._live
         batch = gl.from_bytes(blob)
         if not batch.entries:
             raise ValueError("accumulating: got a micro-batch without loss entries, expected at least one")
+        told = tuple(name for name, held in zip(batch.execution_ids, batch.held_tokens(), strict=True) if held)
+        finite, part, result = self._backward(batch, keep=True)
+        if part is None:
+            return Computed(finite, executions=told)
+        metrics = flat_metrics(result.metrics) | {"computed_tokens": float(part.tokens)}
+        return Computed(finite, float(result.loss.detach()), len(set(part.entry_token.tolist())), told, metrics)
+
+    def finite(self, blob: bytes, execution: str) -> bool:
+        """Forward and backward of that execution; the shards are looked at and forgotten."""
+        return self._backward(alone(gl.from_bytes(blob), execution), keep=False)[0]
+
+    def _backward(self, batch: gl.TreeBatch, *, keep: bool) -> tuple[bool, gl.TreeBatch | None, WeightedLoss]:
+        """Whether the gradient of this rank's share is finite (with `keep` it is added to the open sum), the share, if
+        it has one, and its loss."""
+        engine, module, shards = self._live
         parts = shares(batch, self._seat.world, whole=self._objective.whole_executions)
         mine = self._seat.rank < len(parts)
         part = parts[self._seat.rank] if mine else _weightless(parts[0])
@@ -228,25 +243,21 @@ class DeepSpeedReplica(RankReplica):
         try:
             with module.tree.session():
                 logp, entropy = self._forward(part, True)
-                result = loss_of(part, self._objective, logp, entropy)
+                result = loss_of(part, self._objective, logp, entropy, nan_ok=True)
                 engine.backward(result.loss * self._seat.world)  # DeepSpeed averages over the ranks
-            finite = self._add(shards)
+            finite = self._take(shards, keep=keep)
         finally:
             shards.clear()
-        told = tuple(name for name, held in zip(batch.execution_ids, batch.held_tokens(), strict=True) if held)
-        if not mine:
-            return Computed(finite, executions=told)
-        metrics = flat_metrics(result.metrics) | {"computed_tokens": float(part.tokens)}
-        return Computed(finite, float(result.loss.detach()), len(set(part.entry_token.tolist())), told, metrics)
+        return finite, part if mine else None, result
 
-    def _add(self, shards: ZeroShards) -> bool:
-        if self._open is None:
-            self._open = [torch.zeros(each.size, device=self._device) for each in shards.ranges]
-        finite = True
-        for index, total in enumerate(self._open):
-            gradient = shards.gradient_of(index).to(self._device)
-            finite = finite and bool(gradient.isfinite().all())
-            total.add_(gradient)
+    def _take(self, shards: ZeroShards, *, keep: bool) -> bool:
+        gradients = [shards.gradient_of(index).to(self._device) for index in range(len(shards.ranges))]
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        if keep:
+            if self._open is None:
+                self._open = [torch.zeros(each.size, device=self._device) for each in shards.ranges]
+            for total, gradient in zip(self._open, gradients, strict=True):
+                total.add_(gradient)
         return finite
 
     def clear(self) -> None:
@@ -307,6 +318,11 @@ class DeepSpeedReplica(RankReplica):
         """The step count of every group."""
         for held in self._inner().state.values():
             held["step"] = torch.tensor(float(steps))
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Of the whole parameter, also when it is partitioned."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _weightless(batch: gl.TreeBatch) -> gl.TreeBatch:

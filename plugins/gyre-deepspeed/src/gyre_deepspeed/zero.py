@@ -13,14 +13,17 @@ from typing import Any, Protocol
 
 import torch
 from gyre_core.ranks import Piece
+from gyre_core.ranks.stored import Stored
 from torch import Tensor, nn
 
 VERSION = "0.19.8"
+Names = Mapping[int, Sequence[Stored]]
+"""By a parameter's `id`, the names under which files hold it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements `start` to `stop` of the flattened parameter `name`; `group` and `offset` say where its master lies."""
+    """Elements `start` to `stop` of the flattened tensor `name`; `group` and `offset` say where its master lies."""
 
     name: str
     start: int
@@ -36,6 +39,30 @@ class Range:
     def take(self) -> Callable[[Tensor], Tensor]:
         """The range of a full tensor."""
         return lambda full: full.view(-1)[self.start : self.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A range, the parameter it is of, and where it begins in this rank's part of that."""
+
+    range: Range
+    parameter: Any
+    begin: int
+
+    def of(self, part: Tensor) -> Tensor:
+        """The range in a tensor that holds this rank's part of the parameter, flat."""
+        return part.reshape(-1)[self.begin : self.begin + self.range.size]
+
+
+def cut(
+    parameter: nn.Parameter, stored: Sequence[Stored], start: int, stop: int, group: int, offset: int
+) -> Iterator[Held]:
+    """Elements `start` to `stop` of a parameter, whose master lies at `offset`, by the names that files have."""
+    for part in stored:
+        low, high = max(start, part.start), min(stop, part.stop)
+        if low < high:
+            where = Range(part.name, low - part.start, high - part.start, group, offset + low - start)
+            yield Held(where, parameter, low - start)
 
 
 class ZeroShards(Protocol):
@@ -65,22 +92,21 @@ class ZeroShards(Protocol):
 class StageTwo:
     """ZeRO 1 and 2: whole weights on every rank, flat masters sharded across parameter borders."""
 
-    def __init__(self, optimizer: Any, names: Mapping[int, str], rank: int, world: int) -> None:
+    def __init__(self, optimizer: Any, stored: Names, rank: int, world: int) -> None:
         self._zero = optimizer
         self._parameters: list[nn.Parameter] = [p for group in optimizer.bit16_groups for p in group]
-        self._names, self._rank, self._world = names, rank, world
-        found = list(self._mapped())
-        self.ranges: Sequence[Range] = [each for each, _ in found]
-        self._holders = [holder for _, holder in found]
+        self._stored, self._rank, self._world = stored, rank, world
+        self._held = list(self._mapped())
+        self.ranges: Sequence[Range] = [held.range for held in self._held]
 
-    def _mapped(self) -> Iterator[tuple[Range, nn.Parameter]]:
+    def _mapped(self) -> Iterator[Held]:
         for group, parameters in enumerate(self._zero.bit16_groups):
             for parameter in parameters:
-                held = parameter._hp_mapping
-                if held is not None:
-                    low, high = held.lp_fragment_address, held.hp_fragment_address
-                    name = self._names[id(parameter)]
-                    yield Range(name, low.start, low.start + low.numel, group, high.start), parameter
+                mapped = parameter._hp_mapping
+                if mapped is not None:
+                    low, high = mapped.lp_fragment_address, mapped.hp_fragment_address
+                    start, stop = low.start, low.start + low.numel
+                    yield from cut(parameter, self._stored[id(parameter)], start, stop, group, high.start)
 
     def masters(self) -> Sequence[Tensor]:
         """Flat, one a group."""
@@ -89,9 +115,13 @@ class StageTwo:
     def weights(self) -> Sequence[Piece]:
         """See `ZeroShards`."""
         return [
-            Piece(self._names[id(p)], lambda full: full, p.data, owner=index % self._world == self._rank)
+            Piece(
+                part.name, lambda full: full, p.data.view(-1)[part.start : part.stop].view(part.shape),
+                owner=index % self._world == self._rank,
+            )
             for index, p in enumerate(self._parameters)
-        ]
+            for part in self._stored[id(p)]
+        ]  # fmt: skip
 
     def weights_changed(self) -> None:
         """See `ZeroShards`."""
@@ -99,9 +129,10 @@ class StageTwo:
 
     def gradient_of(self, index: int) -> Tensor:
         """See `ZeroShards`."""
-        parameter: Any = self._holders[index]
-        fragment: Tensor = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
-        return fragment.reshape(-1)
+        held = self._held[index]
+        mapped = held.parameter._hp_mapping
+        fragment: Tensor = mapped.get_lp_grad_fragment(held.parameter._index_in_param_group)
+        return held.of(fragment)
 
     def set_gradients(self, flats: Sequence[Tensor]) -> None:
         """See `ZeroShards`."""
@@ -126,20 +157,17 @@ class StageTwo:
 class StageThree:
     """ZeRO 3: each parameter cut into equal flat parts, one a rank; masters the same."""
 
-    def __init__(self, optimizer: Any, names: Mapping[int, str], rank: int, world: int) -> None:
+    def __init__(self, optimizer: Any, stored: Names, rank: int, world: int) -> None:
         self._zero = optimizer
-        ranges: list[Range] = []
-        self._holders: list[Any] = []
+        self._held: list[Held] = []
         for group, parameters in enumerate(optimizer.fp16_groups):
             for parameter in parameters:
                 part = int(parameter.partition_numel())
                 _, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
                 start = min(rank * part, int(parameter.ds_numel))
                 stop = min(start + part, int(parameter.ds_numel))
-                if start < stop:
-                    ranges.append(Range(names[id(parameter)], start, stop, group, int(offset)))
-                    self._holders.append(parameter)
-        self.ranges: Sequence[Range] = ranges
+                self._held += cut(parameter, stored[id(parameter)], start, stop, group, int(offset))
+        self.ranges: Sequence[Range] = [held.range for held in self._held]
 
     def masters(self) -> Sequence[Tensor]:
         """Flat, one a group."""
@@ -148,21 +176,20 @@ class StageThree:
     def weights(self) -> Sequence[Piece]:
         """See `ZeroShards`."""
         return [
-            Piece(each.name, each.take(), holder.ds_tensor.data.view(-1)[: each.size])
-            for each, holder in zip(self.ranges, self._holders, strict=True)
+            Piece(held.range.name, held.range.take(), held.of(held.parameter.ds_tensor.data)) for held in self._held
         ]
 
     def weights_changed(self) -> None:
         """See `ZeroShards`."""
-        for each, holder in zip(self.ranges, self._holders, strict=True):
+        for held in self._held:
+            each = held.range
             master = self._zero.fp32_partitioned_groups_flat[each.group]
-            master.data[each.offset : each.offset + each.size].copy_(holder.ds_tensor.data.view(-1)[: each.size])
+            master.data[each.offset : each.offset + each.size].copy_(held.of(held.parameter.ds_tensor.data))
 
     def gradient_of(self, index: int) -> Tensor:
         """See `ZeroShards`."""
-        holder = self._holders[index]
-        found: Tensor = self._zero.get_local_fp32_grad_for_param(holder)
-        return found.reshape(-1)[: self.ranges[index].size]
+        held = self._held[index]
+        return held.of(self._zero.get_local_fp32_grad_for_param(held.parameter))
 
     def set_gradients(self, flats: Sequence[Tensor]) -> None:
         """See `ZeroShards`."""
@@ -180,7 +207,7 @@ class StageThree:
         self._zero.averaged_gradients = {}
 
 
-def shards_of(stage: int, optimizer: Any, names: Mapping[int, str], rank: int, world: int) -> ZeroShards:
-    """The shards of an initialised engine's optimizer; `names` by the parameter's `id`."""
+def shards_of(stage: int, optimizer: Any, stored: Names, rank: int, world: int) -> ZeroShards:
+    """The shards of an initialised engine's optimizer."""
     kind = StageThree if stage == 3 else StageTwo
-    return kind(optimizer, names, rank, world)
+    return kind(optimizer, stored, rank, world)

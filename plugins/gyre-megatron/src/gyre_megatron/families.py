@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gyre_core import ConfigError
+from gyre_core.facts import experts_of
 
 _DOING = "preparing a model for Megatron-Core"
 
@@ -85,7 +86,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias or bool(config.get("attention_bias", False)),
         rope=_rope(config),
-        experts=int(config.get("num_experts", 0)) if family.experts else 0,
+        experts=experts_of(config) if family.experts else 0,
         experts_per_token=int(config.get("num_experts_per_tok", 0)) if family.experts else 0,
         expert_intermediate=int(config.get("moe_intermediate_size", 0)) if family.experts else 0,
     )
@@ -100,6 +101,8 @@ def _refuse(config: Mapping[str, Any], family: Family) -> None:
         "mlp_only_layers": bool(config.get("mlp_only_layers")),
         "decoder_sparse_step": family.experts and int(config.get("decoder_sparse_step", 1)) != 1,
         "norm_topk_prob": family.experts and not config.get("norm_topk_prob", False),
+        "num_experts": family.experts and not experts_of(config),
+        "shared_expert_intermediate_size": bool(config.get("shared_expert_intermediate_size")),
     }
     for name, bad in wrong.items():
         if bad:

@@ -30,12 +30,14 @@ class MegatronTrainerOptions(RankTrainerOptions):
     """Not offered: Megatron's own layers need TransformerEngine for it."""
     context_parallel: int = 1
     """Only 1: context parallelism needs TransformerEngine's attention, which takes no tree mask."""
+    expert_parallel: int = 1
+    """Only 1: every rank of a stage has all experts of its layers."""
     cpu_shim: bool = False
     """For tests without a GPU: rewrite, at import, the places where Megatron-Core calls torch.cuda. Never on a GPU."""
 
     def __post_init__(self) -> None:
         RankTrainerOptions.__post_init__(self)
-        at_least(self, 1, "tensor_parallel", "pipeline_parallel", "context_parallel")
+        at_least(self, 1, "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
         at_least(self, 0, "pipeline_batches")
         if self.sequence_parallel:
             raise ValueError(
@@ -46,6 +48,11 @@ class MegatronTrainerOptions(RankTrainerOptions):
             raise ValueError(
                 f"options of MegatronTrainerOptions: context_parallel {self.context_parallel}, expected 1 (it needs "
                 "TransformerEngine's attention, which takes no tree mask)"
+            )
+        if self.expert_parallel != 1:
+            raise ValueError(
+                f"options of MegatronTrainerOptions: expert_parallel {self.expert_parallel}, expected 1 (split a "
+                "mixture of experts by pipeline_parallel)"
             )
         split = self.tensor_parallel * self.pipeline_parallel
         if self.ranks and self.ranks % split:

@@ -24,7 +24,8 @@ from typing import Any
 import gyre_loss as gl
 import torch
 import torch.distributed as dist
-from gyre_core import InfrastructureError
+from gyre_core import InfrastructureError, ModelFacts
+from gyre_core.facts import rope_of
 from gyre_core.ranks import Computed, Entry, Piece, RankReplica, RankSeat, TensorFile
 from gyre_core.ranks.places import local_device
 from gyre_loss.layout import Layout as Places
@@ -33,7 +34,7 @@ from gyre_loss.metrics import LossMetrics
 from gyre_loss.named import flat_metrics, make_objective
 from gyre_loss.pieces import ModelInputs, TreeAttention, inputs
 from gyre_loss.pieces import loss as loss_of
-from gyre_loss.shares import shares
+from gyre_loss.shares import alone, shares
 from gyre_loss.terms import Targets
 from torch import Tensor, nn
 
@@ -165,20 +166,14 @@ class MegatronReplica(RankReplica):
         """By Hugging Face names, of all stages."""
         return self._live[1].full_shapes()
 
-    def facts(self) -> Mapping[str, Any]:
-        """Sizes, tying, vocabulary and its padding, rope, and how it is split."""
+    def facts(self) -> ModelFacts:
+        """Of the model as it was mapped."""
         _, layout = self._live
-        shape, options = layout.shape, self._options
-        count = 0
-        for _, size in layout.full_shapes():
-            count += torch.Size(size).numel()
-        split = options.tensor_parallel * options.pipeline_parallel
-        return {
-            "parameters": count, "tied": shape.tied, "vocabulary": shape.vocabulary,
-            "padded_vocabulary": layout.padded_vocabulary, "rope": dict(shape.rope), "architecture": shape.architecture,
-            "tensor_parallel": options.tensor_parallel, "pipeline_parallel": options.pipeline_parallel,
-            "data_parallel": self._seat.world // split, "ranks": self._seat.world,
-        }  # fmt: skip
+        shape = layout.shape
+        return ModelFacts(
+            shape.architecture, sum(torch.Size(size).numel() for _, size in layout.full_shapes()), shape.tied,
+            shape.vocabulary, layout.padded_vocabulary, rope_of({"rope_parameters": shape.rope}), shape.experts,
+        )  # fmt: skip
 
     def view(self, file: TensorFile, entry: Entry) -> Tensor:
         """torch's view of the file."""
@@ -259,7 +254,7 @@ class MegatronReplica(RankReplica):
             of_entry = torch.from_numpy(Targets.of(part, Places.of(part)).of_entry)
             seen.logprobs.append(found.logp.to("cpu", torch.float32)[of_entry])
             return found.logp.sum(), none, {}
-        result = loss_of(part, self._objective, found.logp, found.entropy)
+        result = loss_of(part, self._objective, found.logp, found.entropy, nan_ok=True)
         seen.loss += float(result.loss.detach())
         seen.trained += len(set(part.entry_token.tolist()))
         seen.tokens += part.tokens
@@ -272,7 +267,7 @@ class MegatronReplica(RankReplica):
 
     def logprobs(self, blob: bytes) -> Sequence[float] | None:
         """Every data-parallel rank computes the whole batch; the first one's last stage answers."""
-        seen = self._run([gl.from_bytes(blob)], train=False)
+        seen = self._run([_batch(blob)], train=False)
         if not self._reports() or self._mpu.get_data_parallel_rank():
             return None
         found: list[float] = seen.logprobs[0].tolist()
@@ -280,37 +275,46 @@ class MegatronReplica(RankReplica):
 
     def compute(self, blob: bytes) -> Computed:
         """This rank's data-parallel share."""
-        batch = gl.from_bytes(blob)
+        batch = _batch(blob)
         if not batch.entries:
             raise ValueError("accumulating: got a micro-batch without loss entries, expected at least one")
+        told = tuple(name for name, held in zip(batch.execution_ids, batch.held_tokens(), strict=True) if held)
+        finite, seen = self._backward(batch, keep=True)
+        if seen is None or not self._reports():
+            return Computed(finite, executions=told)
+        metrics = flat_metrics(seen.metrics) | {"computed_tokens": float(seen.tokens)}
+        return Computed(finite, seen.loss, seen.trained, told, metrics)
+
+    def finite(self, blob: bytes, execution: str) -> bool:
+        """Forward and backward of that execution; the buffers are looked at and cleared."""
+        return self._backward(alone(_batch(blob), execution), keep=False)[0]
+
+    def _backward(self, batch: gl.TreeBatch, *, keep: bool) -> tuple[bool, Seen | None]:
+        """Whether the gradient of this rank's data-parallel share is finite (with `keep` it is added to the open sum),
+        and what was seen of it, if there is a share."""
         whole = self._objective.whole_executions
         data, index = self._mpu.get_data_parallel_world_size(), self._mpu.get_data_parallel_rank()
-        told = tuple(name for name, held in zip(batch.execution_ids, batch.held_tokens(), strict=True) if held)
         cut = shares(batch, data, whole=whole)
         if index >= len(cut):
-            return Computed(True, executions=told)
+            return True, None
         stages = self._options.pipeline_parallel
         count = (self._options.pipeline_batches or 2 * stages) if stages > 1 else 1
         self._ddp.zero_grad_buffer()
         try:
             seen = self._run(shares(cut[index], count, whole=whole), train=True)
-            finite = self._add()
+            return self._take(keep=keep), seen
         finally:
             self._trees.clear()
             self._ddp.zero_grad_buffer()
-        if not self._reports():
-            return Computed(finite, executions=told)
-        metrics = flat_metrics(seen.metrics) | {"computed_tokens": float(seen.tokens)}
-        return Computed(finite, seen.loss, seen.trained, told, metrics)
 
-    def _add(self) -> bool:
-        if self._open is None:
-            self._open = self._zeros()
-        finite = True
-        for total, held in zip(self._open, self._held, strict=True):
-            gradient = _main_grad(held)
-            finite = finite and bool(gradient.isfinite().all())
-            total.add_(gradient)
+    def _take(self, *, keep: bool) -> bool:
+        gradients = [_main_grad(held) for held in self._held]
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        if keep:
+            if self._open is None:
+                self._open = self._zeros()
+            for total, gradient in zip(self._open, gradients, strict=True):
+                total.add_(gradient)
         return finite
 
     def _zeros(self) -> list[Tensor]:
@@ -368,6 +372,16 @@ class MegatronReplica(RankReplica):
     def states_loaded(self, steps: int) -> None:
         """The step count."""
         self._stepper().set_steps(steps)
+
+
+def _batch(blob: bytes) -> gl.TreeBatch:
+    batch = gl.from_bytes(blob)
+    if batch.routed_experts is not None:
+        raise ValueError(
+            "computing a micro-batch: got experts that the engine recorded, expected none: this trainer would choose "
+            "anew. Use the trainer deepspeed or local, or do not record them."
+        )
+    return batch
 
 
 def _main_grad(held: Held) -> Tensor:

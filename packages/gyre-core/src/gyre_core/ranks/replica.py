@@ -12,11 +12,12 @@ import array
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gyre_core.errors import InfrastructureError
+from gyre_core.facts import ModelFacts
 from gyre_core.ranks import pieces as shards
 from gyre_core.ranks.pieces import Piece, Tensors
 from gyre_core.ranks.tensorfile import Entry, TensorFile
@@ -54,7 +55,7 @@ class RankReplica(ABC):
             "import": self._import, "build": self._build, "load": self._load, "logprobs": self._logprobs,
             "accumulate": self._accumulate, "discard": self._discard, "export": self._export, "total": self._total,
             "apply": self._apply, "drop": self._drop, "publish": self._publish, "save": self._save,
-            "restore": self._restore, "offload": self._offload, "onload": self._onload,
+            "restore": self._restore, "offload": self._offload, "onload": self._onload, "judge": self._judge,
         }  # fmt: skip
 
     # What the adapter gives
@@ -76,8 +77,8 @@ class RankReplica(ABC):
         """Every trained parameter of the whole model in Hugging Face names, tied ones once; full shapes."""
 
     @abstractmethod
-    def facts(self) -> Mapping[str, Any]:
-        """What the trainer checks and reports before the first step."""
+    def facts(self) -> ModelFacts:
+        """Of the whole model, as this library computes it."""
 
     @abstractmethod
     def weights(self) -> Sequence[Piece]:
@@ -90,6 +91,10 @@ class RankReplica(ABC):
     @abstractmethod
     def compute(self, blob: bytes) -> Computed:
         """Forward and backward of a serialised tree batch; adds its summed gradient to the open sum, or nothing."""
+
+    @abstractmethod
+    def finite(self, blob: bytes, execution: str) -> bool:
+        """Whether the gradient of one execution of the batch is, as far as this rank sees; the open sum stays."""
 
     @abstractmethod
     def logprobs(self, blob: bytes) -> Sequence[float] | None:
@@ -153,7 +158,7 @@ class RankReplica(ABC):
         self.build(self._folder, self._core)
         self._built = True
         told = [[name, list(shape)] for name, shape in self.parameters()]
-        return {"parameters": told, "facts": dict(self.facts())}, b""
+        return {"parameters": told, "facts": asdict(self.facts())}, b""
 
     def _load(self, args: Mapping[str, Any], payload: bytes) -> Answer:
         shards.read(self.weights(), self._files(args["files"]))
@@ -173,6 +178,9 @@ class RankReplica(ABC):
             "executions": list(found.executions), "metrics": dict(found.metrics),
             "seconds": time.perf_counter() - began,
         }, b""  # fmt: skip
+
+    def _judge(self, args: Mapping[str, Any], payload: bytes) -> Answer:
+        return {"finite": self.finite(payload, str(args["execution"]))}, b""
 
     def _discard(self, args: Mapping[str, Any], payload: bytes) -> Answer:
         if self._away is None and self._built:

@@ -19,12 +19,14 @@ from typing import Any, TypeVar
 
 from gyre_core.engine import WeightSource
 from gyre_core.errors import CapabilityError, InfrastructureError
+from gyre_core.facts import ModelFacts
 from gyre_core.ranks import files
+from gyre_core.ranks.atrest import check_states, check_weights, make_state_file, make_weight_files
 from gyre_core.ranks.group import RankGroup, RankPlan, Reply
 from gyre_core.ranks.ledger import OpenContribution, StepSum, Suspect, merge_metrics, read_suspects
 from gyre_core.ranks.options import RankTrainerOptions
 from gyre_core.ranks.replica import MASTER, MOMENTS
-from gyre_core.ranks.tensorfile import Entry, TensorFile, create, files_of, shards, write_index
+from gyre_core.ranks.tensorfile import Entry, create, files_of
 from gyre_core.trainer import BatchStats, Contribution, MicroBatch, StepResult, TrainerCapability
 
 log = logging.getLogger("gyre.ranks")
@@ -42,7 +44,7 @@ class RankTrainer:
         self.options = options
         self.plan = plan
         self.timings: dict[str, float] = {}
-        self.facts: dict[str, Any] = {}
+        self.facts: ModelFacts | None = None
         self._rebuild = options.offload == "rebuild" or (options.offload == "auto" and device != "cpu")
         self._group: RankGroup | None = None
         self._source: WeightSource | None = None
@@ -122,20 +124,9 @@ class RankTrainer:
         args = {"folder": source.location, "core": self._core}
         told = await self._ask("build", args, timeout=self.options.start_timeout_s)
         self._shapes = {name: tuple(shape) for name, shape in told[0].values["parameters"]}
-        self.facts = dict(told[0].values["facts"])
-        self._check(source, found)
+        self.facts = ModelFacts(**told[0].values["facts"])
+        check_weights(self._shapes, source, found)
         await self._ask("load", {"files": list(map(str, found))})
-
-    def _check(self, source: WeightSource, found: Sequence[Path]) -> None:
-        """Whether these files are weights of this model."""
-        doing = f"loading policy version {source.version} from {source.location}"
-        there: dict[str, tuple[int, ...]] = {}
-        for path in found:
-            there |= TensorFile(path).shapes()
-        for name, shape in self._shapes.items():
-            if there.get(name) != shape:
-                got = f"{name} of shape {list(there[name])}" if name in there else f"no tensor {name}"
-                raise InfrastructureError(doing, got=got, expected=f"{name} of shape {list(shape)}")
 
     async def _usable(self, doing: str) -> None:
         """Living ranks with a model, or the error that says why there are none."""
@@ -191,7 +182,7 @@ class RankTrainer:
         async def work() -> None:
             await self._usable(f"loading policy version {source.version}")
             found = files_of(Path(source.location))
-            self._check(source, found)
+            check_weights(self._shapes, source, found)
             await self._ask("load", {"files": list(map(str, found))})
             self._source, self._version, self._open = source, source.version, OpenContribution()
 
@@ -231,12 +222,21 @@ class RankTrainer:
             )  # fmt: skip
             if not all(reply["finite"] for reply in replies):
                 executions = next((tuple(r["executions"]) for r in replies if r["executions"]), ())
-                self._open.suspects.append(Suspect(batch.id, executions))
+                self._open.suspects.append(Suspect(batch.id, await self._guilty(batch, executions)))
             self._open.batches.append(batch)
             self._open.stats.append(stats)
             return stats
 
         return await self._run("accumulate", work)
+
+    async def _guilty(self, batch: MicroBatch, executions: tuple[str, ...]) -> tuple[str, ...]:
+        """Which of the batch's executions, each computed alone, have a gradient that is not finite; all if none has."""
+        found = []
+        for name in executions if len(executions) > 1 else ():
+            replies = await self._ask("judge", {"execution": name}, batch.blob)
+            if not all(reply.values["finite"] for reply in replies):
+                found.append(name)
+        return tuple(found) or executions
 
     async def export_contribution(self, contribution_id: str, step: int, folder: str) -> Contribution:
         """Close the open contribution and write `folder`/<id>.safetensors, every rank its shards."""
@@ -343,14 +343,9 @@ class RankTrainer:
         return self._source.location
 
     def _weight_files(self, folder: Path) -> list[str]:
-        """Empty safetensors files for all weights."""
-        dtype = _DTYPES[self.options.dtype]
-        entries = [Entry(name, dtype, shape) for name, shape in self._shapes.items()]
-        groups = shards(entries, self.options.shard_bytes)
-        for name, group in groups.items():
-            create(folder / name, group, {"gyre_version": str(self._version)})
-        write_index(folder, groups)
-        return [str(folder / name) for name in groups]
+        return make_weight_files(
+            folder, self._shapes, _DTYPES[self.options.dtype], self.options.shard_bytes, self._version
+        )  # fmt: skip
 
     # At rest
 
@@ -364,15 +359,19 @@ class RankTrainer:
         async def work() -> None:
             await self._usable("saving a checkpoint")
             with files.new_folder(Path(folder)) as partial:
-                optimizer = partial / files.OPTIMIZER
-                shapes = self._shapes.items()
-                create(optimizer, [Entry(f"{kind}/{name}", "F32", s) for kind in self._kinds() for name, s in shapes])
-                await self._ask("save", {"files": self._weight_files(partial), "optimizer": str(optimizer)})
+                await self._save_into(partial)
                 files.copy_model_files(Path(self._origin()), partial, self.options.dtype)
                 state = {"version": self._version, "steps": self._steps, "dtype": self.options.dtype, "format": 1}
                 await asyncio.to_thread(files.seal, partial, state)
 
         await self._run("save", work)
+
+    async def _save_into(self, folder: Path) -> tuple[list[str], str]:
+        """Weights and optimizer state as files of `folder`, filled by the ranks."""
+        weights = self._weight_files(folder)
+        optimizer = make_state_file(folder / files.OPTIMIZER, self._shapes, self._kinds())
+        await self._ask("save", {"files": weights, "optimizer": optimizer})
+        return weights, optimizer
 
     async def restore(self, folder: str) -> None:
         """Core: what `save` wrote, in whatever number of ranks it was written; InfrastructureError, with nothing
@@ -386,8 +385,8 @@ class RankTrainer:
             if state["dtype"] != self.options.dtype:
                 raise InfrastructureError(doing, got=f"dtype {state['dtype']}", expected=self.options.dtype)
             weights = [path for path in files_of(place) if path.name != files.OPTIMIZER]
-            self._check(WeightSource(state["version"], folder), weights)
-            self._check_states(doing, place / files.OPTIMIZER)
+            check_weights(self._shapes, WeightSource(state["version"], folder), weights)
+            check_states(self._shapes, self._kinds(), doing, place / files.OPTIMIZER)
             if self._group is None or not self._group.alive:
                 await self._ranks()
                 await self._build(WeightSource(state["version"], self._origin()))
@@ -399,14 +398,6 @@ class RankTrainer:
             self._open, self._sum = OpenContribution(), StepSum()
 
         await self._run("restore", work)
-
-    def _check_states(self, doing: str, path: Path) -> None:
-        there = TensorFile(path).shapes()
-        for kind in self._kinds():
-            for name, shape in self._shapes.items():
-                if there.get(f"{kind}/{name}") != shape:
-                    got = f"{there.get(f'{kind}/{name}')} for {kind}/{name}"
-                    raise InfrastructureError(doing, got=got, expected=f"shape {shape}")
 
     # Roles
 

@@ -4,7 +4,7 @@
         @pytest.fixture
         def rig(self, model_folder, batches):
             return TrainerRig(lambda: MyTrainer(MyOptions(learning_rate=1e-2), context), WeightSource(0, model_folder),
-                              batches, gradient=oracle_gradient, learning_rate=1e-2)
+                              batches, gradient=oracle_gradient, logprobs=oracle_logprobs, learning_rate=1e-2)
 
 The tests are coroutines: run them with pytest-asyncio in its "auto" mode. torch, safetensors and transformers are
 imported only when a test compares with them. What a trainer does not offer is skipped with the reason.
@@ -17,103 +17,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from gyre_core.agreement import require_facts
 from gyre_core.engine import WeightSource
 from gyre_core.errors import CapabilityError, InfrastructureError
-from gyre_core.trainer import Contribution, MicroBatch, Trainer, TrainerCapability
+from gyre_core.testing.trainer_rig import TrainerRig, at_rest, contribute, gap, summed, weights_of
+from gyre_core.trainer import TrainerCapability
 
-Gradient = Callable[[Any, Sequence[MicroBatch]], Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerRig:
-    """What the suite needs to know of a trainer.
-
-    `make` gives a new trainer, not started, that steps with AdamW at `learning_rate`, `betas`, `eps`, without weight
-    decay and warm-up, and clips at `max_grad_norm` (0: not). `batches` are six or more micro-batches of step 1.
-    `gradient(model, batches)` is the oracle: the summed gradient by Hugging Face parameter name of those batches on a
-    plain transformers model, which it leaves without gradients.
-    """
-
-    make: Callable[[], Trainer]
-    source: WeightSource
-    batches: Sequence[MicroBatch]
-    gradient: Gradient
-    learning_rate: float = 1e-2
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    dtype: str = "float32"
-    """Of the oracle's model."""
-    tolerance: float = 1e-4
-    """Allowed relative difference of a gradient tensor from the oracle's."""
-    trials: int = 8
-    """Random schedules that are tried."""
-    sum_tolerance: float = 1e-5
-    """Allowed relative difference between two ways of splitting the same work (float64: 1e-10)."""
-
-    @asynccontextmanager
-    async def started(self, *, core: bool = True, source: WeightSource | None = None) -> AsyncIterator[Trainer]:
-        """A trainer with the rig's weights, closed afterwards."""
-        trainer = self.make()
-        await trainer.start(source or self.source, core=core)
-        try:
-            yield trainer
-        finally:
-            await trainer.close()
-
-    def model(self, source: WeightSource | None = None) -> Any:
-        """A plain transformers model with these weights; skips the test without transformers."""
-        torch = pytest.importorskip("torch")
-        transformers = pytest.importorskip("transformers")
-        location = (source or self.source).location
-        return transformers.AutoModelForCausalLM.from_pretrained(location, dtype=getattr(torch, self.dtype)).eval()
-
-
-async def contribute(trainer: Trainer, batches: Sequence[MicroBatch], name: str, folder: Path) -> Contribution:
-    """Accumulate the batches and export them."""
-    for batch in batches:
-        await trainer.accumulate(batch)
-    return await trainer.export_contribution(name, batches[0].step, str(folder))
-
-
-def at_rest(contribution: Contribution) -> dict[str, Any]:
-    """A contribution's tensors, copied from its file."""
-    files = pytest.importorskip("safetensors.torch")
-    return {name: tensor.clone() for name, tensor in files.load_file(contribution.location).items()}
-
-
-async def weights_of(trainer: Trainer, folder: Path) -> dict[str, Any]:
-    """A core's present weights, by way of publishing them."""
-    files = pytest.importorskip("safetensors.torch")
-    source = await trainer.publish(str(folder))
-    found: dict[str, Any] = {}
-    for path in sorted(Path(source.location).glob("*.safetensors")):
-        found |= {name: tensor.clone() for name, tensor in files.load_file(path).items()}
-    return found
-
-
-def gap(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
-    """Largest relative difference of a tensor (norm of the difference over the norm of all), names being equal."""
-    assert set(left) == set(right), f"names differ: {sorted(set(left) ^ set(right))[:4]}"
-    scale = sum(float(t.detach().double().norm()) ** 2 for t in right.values()) ** 0.5 or 1.0
-    return max(float((left[name].detach().double() - right[name].detach().double()).norm()) for name in right) / scale
-
-
-def summed(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sum of gradients by name."""
-    total = {name: tensor.double() for name, tensor in parts[0].items()}
-    for part in parts[1:]:
-        for name, tensor in part.items():
-            total[name] = total[name] + tensor.double()
-    return total
+__all__ = ["TrainerConformance", "TrainerRig", "at_rest", "contribute", "gap", "summed", "weights_of"]
 
 
 class TrainerConformance:
@@ -125,11 +39,14 @@ class TrainerConformance:
         raise NotImplementedError("a subclass of TrainerConformance gives the fixture `rig`: a TrainerRig")
 
     async def test_it_starts_with_the_weights_it_was_given(self, rig: TrainerRig, tmp_path: Path) -> None:
-        """Version -1 before, the source's after; published tensors equal what was loaded, in the same names."""
+        """Version -1 before, the source's after; its facts are those of the folder; published tensors equal what was
+        loaded, in the same names."""
         trainer = rig.make()
         assert trainer.version == -1
         await trainer.start(rig.source, core=True)
         assert trainer.version == rig.source.version
+        assert trainer.facts is not None
+        require_facts(trainer.facts, Path(rig.source.location), replay=False)
         published = await weights_of(trainer, tmp_path)
         assert gap(published, dict(rig.model().named_parameters())) == 0
         await trainer.close()
@@ -396,6 +313,13 @@ class TrainerConformance:
             assert await trainer.logprobs(rig.batches[0]) == first
             with pytest.raises(ValueError):
                 await trainer.export_contribution("none", rig.batches[0].step, ".")
+
+    async def test_logprobs_are_those_of_transformers(self, rig: TrainerRig) -> None:
+        """Of every loss entry, in order, for a batch that branches."""
+        async with rig.started(core=False) as trainer:
+            model = rig.model()
+            for batch in rig.batches[:2]:
+                assert await trainer.logprobs(batch) == pytest.approx(rig.logprobs(model, batch), abs=rig.tolerance)
 
     async def test_offloading_and_back_changes_nothing(self, rig: TrainerRig, tmp_path: Path) -> None:
         """A core that was a rollout cell for a time goes on exactly."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -29,6 +30,7 @@ from gyre_core import (
     Trainer,
     WeightSource,
 )
+from gyre_core.agreement import require_facts
 from gyre_kvxfer import MigrationServer, MovePolicy, migrate
 
 from gyre_rl.cell.calls import answer_call
@@ -182,6 +184,9 @@ class CellHost:
         else:
             if not self._trainer_up:
                 await self.trainer.start(source, core=self.body.core)
+                if self.trainer.facts is not None and source.kind != "delta":  # which has not all of the weights
+                    replay = EngineCapability.ROUTED_EXPERTS in self.engine.capabilities
+                    require_facts(self.trainer.facts, Path(source.location), replay=replay)
                 self._trainer_up = True
             else:
                 await self.trainer.onload()

@@ -12,10 +12,11 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from gyre_core import BatchStats, ConfigError, Contribution, InfrastructureError, MicroBatch, WeightSource
-from gyre_loss import TreeBatch, accumulate, from_bytes, token_logprobs
+from gyre_loss import LossResult, TreeBatch, accumulate, from_bytes, token_logprobs
 from gyre_loss.named import flat_metrics, make_objective
 from gyre_loss.objective import Objective
-from gyre_weights import catch_up
+from gyre_loss.shares import alone
+from gyre_weights import CorruptError, Verify, catch_up
 from torch import nn
 
 from gyre_local.model.sources import NOTHING, open_source, told_as_ours
@@ -85,6 +86,15 @@ class Replica:
                                       expected="start first")  # fmt: skip
         return self._model
 
+    def _whole_model(self, doing: str) -> nn.Module:
+        """The model with the weights of one version; InfrastructureError after a damaged one."""
+        if self.version < 0:
+            raise InfrastructureError(
+                doing, got="weights of no version: the last one loaded was damaged", expected="a version",
+                fix="Load one again.",
+            )  # fmt: skip
+        return self.model
+
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters by Hugging Face name; a tied weight appears once."""
@@ -108,16 +118,28 @@ class Replica:
 
     @torch.no_grad()
     def load_weights(self, source: WeightSource) -> None:
-        """Write another version's weights in place, of a delta against what is held only what changed; all or nothing.
-        Drops the open contribution."""
+        """Write another version's weights in place, of a delta against what is held only what changed. Drops the open
+        contribution. Bytes are compared with their digests while they are copied: a satellite comes midway and reads
+        once. So a damaged version leaves none (-1), to be loaded again; any other refusal leaves the old one."""
         version = open_source(source)
         targets = {name: p.detach() for name, p in self.model.named_parameters()}
+        stacked = [name for name, target in targets.items() if target.ndim > 2 and name not in version]
+        if stacked:
+            raise ConfigError(
+                f"loading policy version {source.version} from {source.location}",
+                got=f"a mixture of experts, of which transformers stacks {stacked[0]}", expected="a dense model",
+                fix="Use the trainer deepspeed or megatron.",
+            )  # fmt: skip
         extra = set(version) - set(targets)  # a tied head may be written out
         held, self._held = self._held, NOTHING
-        with told_as_ours(source):
-            self._held = catch_up(version, targets, held=held, cast=True, optional=extra)
-        self.version, self.source_folder = source.version, source.location
         self.discard()
+        with told_as_ours(source):
+            try:
+                self._held = catch_up(version, targets, held=held, verify=Verify.DURING, cast=True, optional=extra)
+            except CorruptError:
+                self.version = -1
+                raise
+        self.version, self.source_folder = source.version, source.location
 
     @torch.no_grad()
     def take_tensors(self, tensors: Mapping[str, torch.Tensor], doing: str) -> None:
@@ -135,7 +157,8 @@ class Replica:
     def logprobs(self, batch: MicroBatch) -> Sequence[float]:
         """One value for each loss entry of the batch (a sampled token, once for each execution that shares it)."""
         tree = from_bytes(bytearray(batch.blob))  # a writable copy: torch shares its arrays
-        found = token_logprobs(self.model, tree, method=self.options.method, temperature=self.options.temperature)
+        model = self._whole_model(f"computing logprobs of micro-batch {batch.id!r}")
+        found = token_logprobs(model, tree, method=self.options.method, temperature=self.options.temperature)
         return [float(value) for value in found.astype("float32")]
 
     def accumulate(self, batch: MicroBatch) -> BatchStats:
@@ -147,16 +170,13 @@ class Replica:
                 f"accumulating micro-batch {batch.id!r}: got step {batch.step}, expected step {self._batches[0].step} "
                 "of the open contribution; export or discard that first"
             )
+        self._whole_model(f"accumulating micro-batch {batch.id!r}")
         tree = from_bytes(bytearray(batch.blob))  # a writable copy: torch shares its arrays
         started = time.perf_counter()
-        self.model.zero_grad(set_to_none=True)
         try:
-            result = accumulate(
-                self.model, tree, self.objective, method=self.options.method, temperature=self.options.temperature
-            )
-            gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+            result, gradients = self._backward(tree)
             if not _all_finite(gradients.values()):
-                self._suspects.append(Suspect(batch.id, _executions(tree)))
+                self._suspects.append(Suspect(batch.id, self._guilty(tree)))
             self._add(gradients)
         finally:
             self.model.zero_grad(set_to_none=True)
@@ -167,6 +187,22 @@ class Replica:
         )  # fmt: skip
         self._stats.append(stats)
         return stats
+
+    def _backward(self, tree: TreeBatch) -> tuple[LossResult, dict[str, torch.Tensor]]:
+        """Loss and gradients of a batch alone."""
+        self.model.zero_grad(set_to_none=True)
+        result = accumulate(
+            self.model, tree, self.objective, method=self.options.method, temperature=self.options.temperature
+        )
+        return result, {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+
+    def _guilty(self, tree: TreeBatch) -> tuple[str, ...]:
+        """Which of the batch's executions, each computed alone, have a gradient that is not finite; all if none has."""
+        names = _executions(tree)
+        found = [
+            name for name in names if len(names) > 1 and not _all_finite(self._backward(alone(tree, name))[1].values())
+        ]
+        return tuple(found) or names
 
     def _add(self, gradients: Mapping[str, torch.Tensor]) -> None:
         for name, gradient in gradients.items():

@@ -21,10 +21,12 @@ from gyre_core import (
     Contribution,
     InfrastructureError,
     MicroBatch,
+    ModelFacts,
     StepResult,
     TrainerCapability,
     WeightSource,
 )
+from gyre_core.facts import facts_of
 from gyre_weights import Publisher
 
 from gyre_local.memory import give_back
@@ -52,6 +54,7 @@ class LocalTrainer:
         self._device = torch.device(context.device)
         self._replica = Replica(self.options, self._device)
         self._optimizer: Optimizer | None = None
+        self._facts: ModelFacts | None = None
         self._threads = context.threads
         self._pool = ThreadPoolExecutor(1, f"gyre-local-trainer-{context.name}", self._use_threads)
         self._seed = context.seed
@@ -73,6 +76,11 @@ class LocalTrainer:
     def version(self) -> int:
         """Policy version of its weights; -1 before the first load."""
         return self._replica.version
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """Of the transformers model; gyre-loss's forward uses recorded experts again."""
+        return self._facts
 
     async def _run(self, what: str, work: Callable[[], T]) -> T:
         def timed() -> T:
@@ -97,6 +105,7 @@ class LocalTrainer:
 
         def work() -> None:
             self._replica.start(source)
+            self._facts = facts_of(self._replica.model, router_replay=True)
             if core:
                 self._optimizer = Optimizer(self.options, self._replica.parameters)
                 self._files = model_files(Path(source.location), self.options.dtype)

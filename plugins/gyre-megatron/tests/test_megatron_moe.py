@@ -1,0 +1,53 @@
+"""A mixture of experts through Megatron-Core is the transformers model, in values, gradients and after a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import gyre_loss as gl
+import numpy as np
+import pytest
+from gyre_core import ComponentContext, WeightSource
+from gyre_core.testing.ranks import check_it_is_transformers
+from gyre_megatron.options import MegatronTrainerOptions
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest.mark.parametrize("told", [{}, {"pipeline_parallel": 2}, {"ranks": 2}], ids=["one", "pipeline2", "data2"])
+async def test_it_is_transformers(
+    told: dict[str, Any],
+    python: str,
+    folder_of: Any,
+    context: ComponentContext,
+    batches: Any,
+    expert_oracle: Any,
+    told_logprobs: Any,
+    pooled: Any,
+    tmp_path: Path,
+) -> None:
+    core = pooled(MegatronTrainerOptions(python=python, cpu_shim=True, learning_rate=1e-2, **told), context)
+    try:
+        folder = folder_of("qwen3-moe", layers=2)
+        await check_it_is_transformers(core, folder, batches(count=4), expert_oracle, told_logprobs, tmp_path)
+        assert core.facts.experts == 4
+    finally:
+        await core.close()
+
+
+async def test_recorded_experts_are_refused_and_not_chosen_anew(
+    python: str, folder_of: Any, context: ComponentContext, batches: Any, pooled: Any
+) -> None:
+    tree = gl.from_bytes(bytearray(batches(count=2)[0].blob))
+    recorded = dataclasses.replace(tree, routed_experts=np.zeros((tree.tokens, 2, 2), np.int16))
+    batch = dataclasses.replace(batches(count=2)[0], blob=gl.to_bytes(recorded))
+    trainer = pooled(MegatronTrainerOptions(python=python, cpu_shim=True, learning_rate=1e-2), context)
+    try:
+        await trainer.start(WeightSource(0, str(folder_of("qwen3-moe", layers=2))), core=False)
+        for action in (trainer.accumulate, trainer.logprobs):
+            with pytest.raises(ValueError, match="experts that the engine recorded"):
+                await action(batch)
+    finally:
+        await trainer.close()
