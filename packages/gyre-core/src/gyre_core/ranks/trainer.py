@@ -60,8 +60,9 @@ class RankTrainer:
 
     @property
     def capabilities(self) -> frozenset[TrainerCapability]:
-        """What it offers."""
-        return frozenset({TrainerCapability.OFFLOAD})
+        """What it offers; router replay is known when its ranks have made the model."""
+        replays = self.facts is not None and self.facts.router_replay
+        return frozenset({TrainerCapability.OFFLOAD} | ({TrainerCapability.ROUTER_REPLAY} if replays else set()))
 
     @property
     def version(self) -> int:

@@ -70,7 +70,7 @@ class LocalTrainer:
     @property
     def capabilities(self) -> frozenset[TrainerCapability]:
         """What it offers."""
-        return frozenset({TrainerCapability.OFFLOAD})
+        return frozenset({TrainerCapability.OFFLOAD, TrainerCapability.ROUTER_REPLAY})
 
     @property
     def version(self) -> int:
