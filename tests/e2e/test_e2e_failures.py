@@ -32,7 +32,7 @@ from gyre_core import (
     ScorerSpec,
     Task,
 )
-from gyre_rl.agents.host import AgentsHost
+from gyre_rl.agents.host import AgentsBody, AgentsHost
 from gyre_rl.procs.child import ChildSpec
 from gyre_rl.proxy.host import Closed, Opened
 from gyre_rl.run.batches import BuiltGroup, Member, build_group
@@ -188,7 +188,7 @@ async def sample(folder: Path, faults: Faults, **rollout_options: Any) -> Result
     played, probe = Played(faults), Probe()
     plugins: Any = SimpleNamespace(create=lambda *_: played)
     spec = ChildSpec("", "agents", 1, "", "token", str(folder))
-    peers: Any = Peers(AgentsHost(spec, plugins, played, played, "."), faults)  # type: ignore[arg-type]
+    peers: Any = Peers(AgentsHost(spec, plugins, played, played, AgentsBody("played", "played")), faults)  # type: ignore[arg-type]
     bus = EventBus(folder / "events.jsonl", [probe])
     work: set[asyncio.Task[Any]] = set()
 

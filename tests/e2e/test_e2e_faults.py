@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from gyre_rl.agents.rests import Rests
 from gyre_rl.ring import run
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.views import events as ev
@@ -105,36 +106,38 @@ def left_in_memory(root: Path) -> list[Path]:
 def test_a_run_that_is_killed_whole_goes_on(tmp_path: Path, number: signal.Signals, way: str) -> None:
     """kill -9 and Ctrl-C in mid-step, then `gyre resume`: every group trains once, what had ended is not run again."""
     root = tmp_path / "run"
-    sets = [f"--set={item}" for item in (*SMALL, *WAYS[way], f"dir={root}")]
+    sets = [f"--set={item}" for item in (*SMALL, *WAYS[way], "steps=4", "rollout.rest_every_s=0", f"dir={root}")]
     gyre = [sys.executable, "-m", "gyre_rl"]
     first = subprocess.Popen([*gyre, "run", str(QUICKSTART), "--plain", *sets], stderr=subprocess.PIPE, text=True)
     log = RunDirectory(root).events
-    _wait_for(lambda: log.exists() and _ended_after_first_step(ev.read_log(log)) >= 3, first)
+    _wait_for(lambda: log.exists() and _in_mid_step(RunDirectory(root)), first)
     first.send_signal(number)
     status = first.wait(60)
     assert status == (-signal.SIGKILL if number is signal.SIGKILL else 130)
     _wait_for(lambda: not processes_of(root), None)
     if number is signal.SIGINT:
         assert f"gyre resume {root}" in first.stderr.read()
-    before = [ev.parse(e) for e in ev.read_log(log)]
+    before, rested = [ev.parse(e) for e in ev.read_log(log)], _resting(RunDirectory(root))
     again = subprocess.run(
         [*gyre, "resume", str(root), "--plain", "--json"], capture_output=True, text=True, check=False, timeout=400
     )
     assert again.returncode == 0, again.stderr[-3000:]
     events = [ev.parse(e) for e in ev.read_log(log)]
     applied = [e.step for e in events if isinstance(e, ev.StepApplied)]
-    assert applied == [0, 1]
+    assert applied == [0, 1, 2, 3]
     _check_each_group_once(events)
     _check_nothing_ran_twice(before, events[len(before) :], root)
+    _check_what_rested_went_on(rested, events[len(before) :])
     assert processes_of(root) == []
     assert left_in_memory(root) == []
 
 
-def _ended_after_first_step(log) -> int:
-    kinds = [e.kind for e in log]
-    if "step_applied" not in kinds:
-        return 0
-    return sum(kind == "execution_ended" for kind in kinds[kinds.index("step_applied") :])
+def _in_mid_step(directory: RunDirectory) -> bool:
+    """A step is applied, executions of later ones have ended, and others are at rest."""
+    kinds = [e.kind for e in ev.read_log(directory.events)]
+    if "step_applied" not in kinds or "execution_ended" not in kinds[kinds.index("step_applied") :]:
+        return False
+    return len(_resting(directory)) >= 2
 
 
 def _wait_for(what, process: subprocess.Popen | None, seconds: float = 240) -> None:
@@ -152,8 +155,25 @@ def _check_each_group_once(events) -> None:
         if isinstance(event, ev.GroupReady):
             seats[event.group] = event.step
     per_step = Counter(seats.values())
-    assert per_step == {0: 4, 1: 4}
-    assert sorted(seats) == [f"g{i:06d}" for i in range(8)], "a task was skipped"
+    assert per_step == dict.fromkeys(range(4), 4)
+    assert sorted(seats) == [f"g{i:06d}" for i in range(16)], "a task was skipped"
+
+
+def _resting(directory: RunDirectory) -> set[str]:
+    """Executions that are under way and at rest."""
+    with Store.open(directory.store) as store:
+        under_way = {info.execution for info in store.executions() if info.closed_at is None}
+    return {name for name in under_way if Rests(directory.rests).find(name) is not None}
+
+
+def _check_what_rested_went_on(rested: set[str], after) -> None:
+    """They go on under their names, and end well; no other attempt is made at them."""
+    assert rested, "nothing was at rest, so nothing is proven"
+    started = [e.execution for e in after if isinstance(e, ev.ExecutionStarted)]
+    assert rested <= set(started)
+    assert not [name for name in started if name.partition(".r")[0] in rested and name not in rested]
+    ends = {e.execution: e.status for e in after if isinstance(e, ev.ExecutionEnded)}
+    assert all(ends[name] != "failed" for name in rested), ends
 
 
 def _check_nothing_ran_twice(before, after, root: Path) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from gyre_core import BatchStats, ConfigError, Contribution, InfrastructureError, ScorerSpec, Task
 from gyre_loss.serial import from_bytes
+from gyre_rl.agents.host import AgentEvents
+from gyre_rl.agents.rests import Rests
 from gyre_rl.config.schema import LossConfig
 from gyre_rl.run.atrest import contributions_at_rest, keep_record
 from gyre_rl.run.batches import Member, build_group
@@ -151,13 +153,57 @@ def test_a_run_directory_takes_one_run_at_a_time(tmp_path):
     RunDirectory(tmp_path).lock().close()
 
 
-async def test_what_ended_is_kept_and_what_had_not_starts_again(tmp_path):
+class Still:
+    """A workspace of one number."""
+
+    def __init__(self, number=0, fails=False):
+        self.number, self.fails = number, fails
+
+    async def snapshot(self, location):
+        if self.fails:
+            raise OSError("no space left")
+        Path(location).write_text(str(self.number))
+
+
+async def test_a_rest_is_whole_or_the_one_before(tmp_path):
+    rests = Rests(tmp_path / "rests")
+    assert rests.find("e/1") is None
+    for number in range(3):
+        await rests.keep("e/1", Still(number), bytes([number]))
+        found = rests.find("e/1")
+        assert (found.state, Path(rests.snapshot(found)).read_text()) == (bytes([number]), str(number))
+    with pytest.raises(OSError, match="no space"):
+        await rests.keep("e/1", Still(3, fails=True), b"later")
+    found = rests.find("e/1")
+    assert (found.state, Path(rests.snapshot(found)).read_text()) == (b"\x02", "2")
+    assert len(list((tmp_path / "rests").iterdir())) == 2
+    rests.forget("e/1")
+    rests.forget("e/1")
+    assert list((tmp_path / "rests").iterdir()) == []
+
+
+async def test_an_execution_is_put_at_rest_when_it_is_time_and_trouble_with_that_is_no_end():
+    kept = []
+
+    async def keep(state):
+        kept.append(state)
+        if state == b"b":
+            raise InfrastructureError("saving a snapshot")
+
+    events = AgentEvents(keep, 0.0)
+    for state in (b"a", b"b", b"c"):
+        await events.resting(state)
+    await AgentEvents(keep, 60.0).resting(b"too early")
+    assert kept == [b"a", b"b", b"c"]
+
+
+async def test_what_ended_is_kept_what_rests_goes_on_and_the_rest_starts_again(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.checkpoint(1).mkdir(parents=True)
     bus = EventBus(directory.events, [])
     empty = np.zeros(0, np.int32)
     with Store.open(directory.store, writable=True) as store:
-        for name in ("g000000.0", "g000001.0", "g000001.1", "g000001.1.r1", "g000002.0"):
+        for name in ("g000000.0", "g000001.0", "g000001.1", "g000001.1.r1", "g000002.0", "g000002.1"):
             group = name.split(".")[0]
             await store.add_execution(ExecutionSpec(name, "t", group))
             attempt = 1 if name.endswith(".r1") else 0
@@ -167,6 +213,9 @@ async def test_what_ended_is_kept_and_what_had_not_starts_again(tmp_path):
         await store.close_execution("g000000.0", Status.COMPLETED, Score(1.0))
         await store.close_execution("g000001.0", Status.TIMEOUT, Score(0.25))
         await store.close_execution("g000001.1", Status.FAILED)
+    rests = Rests(directory.rests)
+    for name in ("g000001.1", "g000002.1"):  # the first one's attempt failed: its rest is of no use
+        await rests.keep(name, Still(), b"state")
     bus.emit(ev.GroupReady("g000000", 0, 1))
     bus.emit(ev.StepApplied(0, 1, 1.0, 1.0))
     bus.emit(ev.Evaluated("heldout", 0, 0, 0.2, 1, 1))
@@ -180,7 +229,8 @@ async def test_what_ended_is_kept_and_what_had_not_starts_again(tmp_path):
         "g000001.0": ("g000001.0", 0.25, True)
     }
     assert kept.attempts == {"g000001.1": 2}
-    assert past.groups[1].attempts == {"g000002.0": 1}
+    assert past.groups[1].attempts == {"g000002.0": 1, "g000002.1": 0}
+    assert (kept.at_rest, past.groups[1].at_rest) == (frozenset(), {"g000002.1"})
     assert past.next_group == 3
     assert past.score_before == 0.2
 

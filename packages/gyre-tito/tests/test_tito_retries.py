@@ -7,8 +7,9 @@ import json
 
 import aiohttp
 import pytest
-from gyre_tito import ExecutionSpec, Limits, ProxyServer, Store, TitoService
+from gyre_tito import ExecutionSpec, Limits, ProxyServer, Status, Store, TitoService
 from gyre_tito.records import Link
+from gyre_tito.requests import ApiError
 from gyre_tito.testing import BookkeepingEngine, rambling, scripted, tiny_format
 
 USER = [{"role": "user", "content": "u"}]
@@ -242,3 +243,24 @@ async def test_a_conversation_goes_on_from_an_answer_that_was_told_again(tmp_pat
         without_stop = path == "completions"  # plain text that goes on does not hold the stop token
         assert second.prefix_len == first.path_len - without_stop
         assert without_stop or second.link is Link.EXTEND
+
+
+async def test_an_agent_that_goes_on_after_a_restart_is_told_again_what_it_was_told(tmp_path):
+    """With a new key for the same execution: named requests are not sampled again, the old key is refused."""
+    async with Bench(tmp_path) as bench:
+        body = BODIES["chat/completions"]
+        told = [await bench.ask("chat/completions", body | {"seed": n}, f"turn-{n}") for n in range(3)]
+        await bench.down()
+        await bench.up()
+        old, bench.key = bench.key, (await bench.service.reopen_execution("e")).api_key
+        for n in (1, 2):
+            assert await bench.ask("chat/completions", body | {"seed": n}, f"turn-{n}") == (200, told[n][1], "true")
+        assert bench.calls == 3
+        assert (await bench.ask("chat/completions", body, "turn-0"))[0] == 422, "another request by that name"
+        assert (await bench.ask("chat/completions", body, "turn-0/2"))[0] == 200
+        assert (await bench.ask("chat/completions", body, "new", key=old))[0] == 401
+        await bench.service.close_execution("e", Status.COMPLETED)
+        for name, status in (("e", 409), ("nobody", 404)):
+            with pytest.raises(ApiError) as refused:
+                await bench.service.reopen_execution(name)
+            assert refused.value.status == status

@@ -27,6 +27,7 @@ FAST = {"retry_first_s": 0.01}
 class Events:
     def __init__(self):
         self.seen = []
+        self.states = []
 
     def turn(self, session, number):
         self.seen.append(("turn", session, number))
@@ -39,6 +40,9 @@ class Events:
 
     def compacted(self, session):
         self.seen.append(("compacted", session))
+
+    async def resting(self, state):
+        self.states.append(state)
 
 
 class Rig:

@@ -40,6 +40,9 @@ class ExecutionJob:
     seed: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
+    state: bytes = b""
+    """What its harness told `HarnessEvents.resting` last, when the execution goes on in another life of the run; its
+    workspace is then as it was at that moment. Empty for an execution that begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class Sandbox(Protocol):
 
 
 class HarnessEvents(Protocol):
-    """What a harness tells while it runs; each call returns at once and never raises."""
+    """What a harness tells while it runs; no call raises, and all but `resting` return at once."""
 
     def turn(self, session: str, number: int) -> None:
         """A model call was answered."""
@@ -124,6 +127,11 @@ class HarnessEvents(Protocol):
 
     def compacted(self, session: str) -> None:
         """The harness rewrote the session's history."""
+
+    async def resting(self, state: bytes) -> None:
+        """The execution could go on from here: nothing of it runs, and `state` (it comes back as `ExecutionJob.state`)
+        with the workspace as it stands is all that the harness needs. May take as long as a snapshot. A harness that
+        cannot go on never tells it; its executions are begun again."""
 
 
 class Harness(Protocol):

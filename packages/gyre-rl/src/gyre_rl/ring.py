@@ -222,12 +222,14 @@ class Ring:
             self.feed.open.add(group.name)
             self._take_up(group)
             self._queue(group.name)
-            again += parts.config.rollout.group_size - len(group.finished)
+            again += parts.config.rollout.group_size - len(group.finished) - len(group.at_rest)
         self.feed.next_index = past.next_group
         kept = sum(len(group.finished) for group in past.groups)
+        going_on = sum(len(group.at_rest) for group in past.groups)
         parts.bus.notice(
-            f"resumed at version {parts.training.applied}: {kept} executions that had ended are kept, {again} are "
-            f"started again from their tasks, {len(usable)} contributions at rest are counted",
+            f"resumed at version {parts.training.applied}: {kept} executions that had ended are kept, {going_on} go on "
+            f"where they rested, {again} are started again from their tasks, {len(usable)} contributions at rest are "
+            "counted",
             "info",
         )
 
@@ -236,6 +238,7 @@ class Ring:
         rollout = self.parts.rollout
         rollout.finished.update(group.finished)
         rollout.first_attempt.update(group.attempts)
+        rollout.going_on.update(group.at_rest)
         rollout.done_before[group.name] = frozenset(group.finished)
 
     # -- judging ---------------------------------------------------------------------------------------------

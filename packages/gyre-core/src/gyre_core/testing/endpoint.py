@@ -75,6 +75,8 @@ class ScriptedEndpoint:
 
     script: Script
     requests: list[SeenRequest] = field(default_factory=list)
+    before: int = 0
+    """Requests that were answered elsewhere before; ids go on from there."""
     _server: asyncio.Server | None = None
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -137,10 +139,11 @@ class ScriptedEndpoint:
 
     def _completion(self, answer: Say) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
+        number = self.before + len(self.requests)
         if answer.calls:
             message["tool_calls"] = [
                 {
-                    "id": f"call-{len(self.requests)}-{index}",
+                    "id": f"call-{number}-{index}",
                     "type": "function",
                     "function": {
                         "name": call.name,
@@ -151,7 +154,7 @@ class ScriptedEndpoint:
             ]
         reason = answer.finish_reason or ("tool_calls" if answer.calls else "stop")
         return {
-            "id": f"chatcmpl-{len(self.requests)}",
+            "id": f"chatcmpl-{number}",
             "object": "chat.completion",
             "created": 0,
             "model": "scripted",

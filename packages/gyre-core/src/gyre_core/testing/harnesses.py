@@ -17,22 +17,37 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
-from gyre_core.agents import ExecutionJob, Harness, Sandbox
+from gyre_core.agents import ExecutionJob, Harness, Sandbox, Workspace
 from gyre_core.errors import InfrastructureError
 from gyre_core.execution import ExecutionEnd, ExecutionStatus, Limits, ScorerSpec, Task
 from gyre_core.testing.endpoint import Refuse, Say, Script, ScriptedEndpoint, SeenRequest
 
+NAME = "idempotency-key"
+"""Header by which an endpoint tells a call again that it has answered before."""
 LIMITS = Limits(max_turns=8, wall_s=120.0, tool_s=60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """From where an execution could go on, after `turns` turns."""
+
+    state: bytes
+    snapshot: str
+    turns: int
 
 
 @dataclass
 class RecordedEvents:
-    """A `HarnessEvents` that keeps what it was told."""
+    """A `HarnessEvents` that keeps what it was told, and with a `workspace` its rests as snapshots under `folder`."""
 
+    workspace: Workspace | None = None
+    folder: str = ""
     seen: list[tuple[str, str]] = field(default_factory=list)
+    rests: list[Rest] = field(default_factory=list)
 
     def turn(self, session: str, number: int) -> None:
         """A model call was answered."""
@@ -50,6 +65,14 @@ class RecordedEvents:
         """A history was rewritten."""
         self.seen.append(("compacted", session))
 
+    async def resting(self, state: bytes) -> None:
+        """The execution could go on from here."""
+        if self.workspace is None:
+            return
+        snapshot = f"{self.folder}/{len(self.rests)}.snapshot"
+        await self.workspace.snapshot(snapshot)
+        self.rests.append(Rest(state, snapshot, sum(kind == "turn" for kind, _ in self.seen)))
+
 
 @dataclass(frozen=True, slots=True)
 class HarnessRig:
@@ -62,16 +85,25 @@ class HarnessRig:
     counts_turns: bool = True
     """Whether it sees each model call, so that `max_turns` and `ExecutionEnd.turns` are its own to keep."""
 
-    async def run(self, answers: Sequence[Say | Refuse], limits: Limits = LIMITS) -> Ran:
-        """One execution against an endpoint that gives `answers`, the last one again and again."""
-        harness, sandbox, events = self.make_harness(), self.make_sandbox(), RecordedEvents()
+    async def run(
+        self, answers: Sequence[Say | Refuse], limits: Limits = LIMITS, *, rests_in: str = "", rest: Rest | None = None
+    ) -> Ran:
+        """One execution against an endpoint that gives `answers`, the last one again and again. With `rests_in` its
+        rests are kept in that folder; with `rest` it goes on from there."""
+        harness, sandbox = self.make_harness(), self.make_sandbox()
         try:
-            workspace = await sandbox.create("conformance", {"in.txt": b"1\n"})
-            async with ScriptedEndpoint(_sequence(answers)) as endpoint:
+            if rest is None:
+                workspace = await sandbox.create("conformance", {"in.txt": b"1\n"})
+            else:
+                workspace = await sandbox.restore("conformance", rest.snapshot)
+            events = RecordedEvents(workspace, rests_in) if rests_in else RecordedEvents()
+            async with ScriptedEndpoint(_sequence(answers), before=rest.turns if rest else 0) as endpoint:
                 task = Task("t", "Create the file out.", ScorerSpec("files"))
-                job = ExecutionJob("execution-1", task, endpoint.address, limits)
+                state = b"" if rest is None else rest.state
+                job = ExecutionJob("execution-1", task, endpoint.address, limits, state=state)
                 end = await harness.run(job, workspace, events)
-                return Ran(end, tuple(await workspace.list()), tuple(endpoint.requests), tuple(events.seen))
+                files = tuple(await workspace.list())
+                return Ran(end, files, tuple(endpoint.requests), tuple(events.seen), tuple(events.rests))
         finally:
             close = getattr(harness, "aclose", None)
             if close is not None:
@@ -87,6 +119,7 @@ class Ran:
     files: tuple[str, ...]
     requests: tuple[SeenRequest, ...]
     events: tuple[tuple[str, str], ...]
+    rests: tuple[Rest, ...] = ()
 
 
 def _sequence(answers: Sequence[Say | Refuse]) -> Script:
@@ -123,6 +156,19 @@ class HarnessConformance:
         for before, after in itertools.pairwise(ran.requests):
             old, new = before.body["messages"], after.body["messages"]
             assert new[: len(old)] == old
+
+    def test_an_execution_goes_on_from_where_it_rested(self, rig: HarnessRig, tmp_path: Path) -> None:
+        """From each of its rests: the calls that are left are the same, and so is the end. Skips where it has none."""
+        whole = asyncio.run(rig.run(rig.works, rests_in=str(tmp_path)))
+        if not whole.rests:
+            pytest.skip("this harness cannot go on: it never told that it rests")
+        for rest in whole.rests:
+            again = asyncio.run(rig.run(rig.works[rest.turns :], rest=rest))
+            left = whole.requests[rest.turns :]
+            assert [r.body for r in again.requests] == [r.body for r in left]
+            assert [r.headers.get(NAME) for r in again.requests] == [r.headers.get(NAME) for r in left]
+            assert (again.end.status, again.end.turns) == (whole.end.status, whole.end.turns)
+            assert again.files == whole.files
 
     def test_limits_are_statuses(self, rig: HarnessRig) -> None:
         """Of turns and of time: timeout, and what was done stands in the workspace."""

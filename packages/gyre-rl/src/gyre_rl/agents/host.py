@@ -7,9 +7,12 @@ our fault has no score. The workspace outlives the agent until it is scored. Not
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -31,6 +34,7 @@ from gyre_core import (
     Workspace,
 )
 
+from gyre_rl.agents.rests import Rests
 from gyre_rl.procs.child import ChildSpec
 from gyre_rl.procs.link import Link
 from gyre_rl.procs.wire import Empty, Endpoint, build_app
@@ -50,6 +54,9 @@ class AgentsBody:
     sandbox_options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     base_dir: str = "."
+    rests: str = ""
+    """Folder of executions at rest."""
+    rest_every_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +77,13 @@ class Outcome:
     scoring_seconds: float = 0.0
 
 
-class QuietEvents:
-    """Counts what a harness tells; nobody listens to single turns yet."""
+class AgentEvents:
+    """Counts what a harness tells, and puts its execution at rest every now and then."""
 
-    def __init__(self) -> None:
+    def __init__(self, rest: Callable[[bytes], Awaitable[None]], every_s: float) -> None:
         self.turns = self.tools = self.compactions = 0
+        self._rest, self._every_s = rest, every_s
+        self._rested = time.monotonic()
 
     def turn(self, session: str, number: int) -> None:
         """A model call was answered."""
@@ -91,15 +100,26 @@ class QuietEvents:
         """History was rewritten."""
         self.compactions += 1
 
+    async def resting(self, state: bytes) -> None:
+        """Keep it, if it is time."""
+        if time.monotonic() - self._rested < self._every_s:
+            return
+        try:
+            await self._rest(state)
+        except (GyreError, OSError) as error:
+            log.warning("not put at rest, it would begin again at a resume: %s", error)
+        self._rested = time.monotonic()
+
 
 class AgentsHost:
     """Harness, sandbox and scorers behind an HTTP interface."""
 
     def __init__(
-        self, spec: ChildSpec, plugins: PluginManager, harness: Harness, sandbox: Sandbox, base_dir: str
+        self, spec: ChildSpec, plugins: PluginManager, harness: Harness, sandbox: Sandbox, body: AgentsBody
     ) -> None:
         self._spec, self._plugins, self._harness, self._sandbox = spec, plugins, harness, sandbox
-        self._base_dir = base_dir
+        self._body = body
+        self._rests = Rests(Path(body.rests))
         self._scorers: dict[str, Scorer] = {}
         self._running: dict[str, asyncio.Task[ExecutionEnd]] = {}
         self._cuts: dict[str, str] = {}
@@ -132,10 +152,15 @@ class AgentsHost:
         return Empty()
 
     async def run(self, job: ExecutionJob) -> Outcome:
-        """One execution, from a fresh workspace to its score."""
+        """One execution, from a fresh workspace, or from where it rests, to its score."""
         began = time.perf_counter()
         try:
-            workspace = await self._sandbox.create(job.execution.replace("/", "_"), job.task.files)
+            rest, name = self._rests.find(job.execution), job.execution.replace("/", "_")
+            if rest is None:
+                workspace = await self._sandbox.create(name, job.task.files)
+            else:
+                workspace = await self._sandbox.restore(name, self._rests.snapshot(rest))
+                job = dataclasses.replace(job, state=rest.state)
         except (GyreError, OSError) as error:
             return Outcome(_failed("making its sandbox", error), None, time.perf_counter() - began)
         try:
@@ -153,7 +178,8 @@ class AgentsHost:
 
     async def _agent(self, job: ExecutionJob, workspace: Workspace) -> ExecutionEnd:
         wall = job.limits.wall_s
-        task = asyncio.create_task(self._harness.run(job, workspace, QuietEvents()))
+        events = AgentEvents(lambda state: self._rests.keep(job.execution, workspace, state), self._body.rest_every_s)
+        task = asyncio.create_task(self._harness.run(job, workspace, events))
         self._running[job.execution] = task
         try:
             async with asyncio.timeout(None if wall is None else wall + WALL_SLACK_S):
@@ -175,7 +201,7 @@ class AgentsHost:
     def _scorer(self, name: str) -> Scorer:
         """Options of a scorer come with each task, so one instance serves all."""
         if name not in self._scorers:
-            context = ComponentContext(self._spec.run_dir, "agents", base_dir=self._base_dir)
+            context = ComponentContext(self._spec.run_dir, "agents", base_dir=self._body.base_dir)
             self._scorers[name] = self._plugins.create(Kind.SCORER, name, None, context)
         return self._scorers[name]
 
@@ -191,4 +217,4 @@ async def make(spec: ChildSpec) -> AgentsHost:
     context = ComponentContext(spec.run_dir, spec.name, body.seed, base_dir=body.base_dir)
     harness = plugins.create(Kind.HARNESS, body.harness, body.harness_options, context)
     sandbox = plugins.create(Kind.SANDBOX, body.sandbox, body.sandbox_options, context)
-    return AgentsHost(spec, plugins, harness, sandbox, body.base_dir)
+    return AgentsHost(spec, plugins, harness, sandbox, body)

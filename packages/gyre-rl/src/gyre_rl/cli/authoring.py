@@ -148,6 +148,9 @@ class Told:
         """The history was rewritten."""
         self._say(session, "history compacted")
 
+    async def resting(self, state: bytes) -> None:
+        """Nothing is kept: the command runs one execution to its end."""
+
 
 def agent(
     bench: Bench,

@@ -95,6 +95,9 @@ class RolloutConfig:
     on_step_close: Literal["continue", "cut"] = "continue"
     """What becomes of executions that still run when their step closes: they go on under the new policy, or are cut
     and scored partially."""
+    rest_every_s: Annotated[float, Meta(ge=0)] = 300.0
+    """Seconds between two snapshots of an execution, from which a resume goes on; 0 takes one after each turn. An agent
+    whose harness cannot go on has none and begins again."""
     retries: Count = 2
     """How often an execution that failed by our fault is run again."""
 

@@ -51,6 +51,8 @@ class OpenExecution:
     purpose: str
     temperature: float
     top_p: float
+    again: bool = False
+    """It was opened in an earlier life of the run, and goes on."""
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
@@ -132,6 +134,9 @@ class ProxyHost:
 
     async def open(self, message: OpenExecution) -> Opened:
         """Make a key for one execution."""
+        if message.again:
+            opened = await self._up().reopen_execution(message.execution)
+            return Opened(opened.api_key, opened.base_url)
         spec = ExecutionSpec(
             message.execution,
             message.task,

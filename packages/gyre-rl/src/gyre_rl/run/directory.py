@@ -51,6 +51,11 @@ class RunDirectory:
         return self.root / "checkpoints"
 
     @property
+    def rests(self) -> Path:
+        """Unfinished executions at rest: workspaces and their harness's state."""
+        return self.root / "rests"
+
+    @property
     def report(self) -> Path:
         """HTML report."""
         return self.root / "report.html"

@@ -35,6 +35,7 @@ from gyre_sched.errors import EventError
 from gyre_tito import Store
 
 from gyre_rl.agents.host import AgentsBody
+from gyre_rl.agents.rests import Rests
 from gyre_rl.cell.messages import Failing, LeaseDone, LoadEvent
 from gyre_rl.config.schema import PluginChoice, RunConfig
 from gyre_rl.procs.fleet import Child, Fleet
@@ -138,6 +139,8 @@ class Parts:
             plain(config.sandbox.options),
             config.seed,
             config.base_dir,
+            str(self.directory.rests),
+            config.rollout.rest_every_s,
         )
         child = await self.fleet.start(AGENTS, "gyre_rl.agents.host:make", plain(body))
         await self.fleet.ready(child, Empty)
@@ -208,7 +211,8 @@ class Parts:
         )
 
     def execution_over(self, recorded: str) -> None:
-        """Its sessions are over too."""
+        """Its sessions are over too, and it need not go on."""
+        Rests(self.directory.rests).forget(recorded)
         prefix = f"{recorded}/"
         for session in [name for name in self.sessions if name.startswith(prefix)]:
             del self.sessions[session]

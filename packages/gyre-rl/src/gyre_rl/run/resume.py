@@ -1,8 +1,8 @@
 """What an earlier life of a run left: read from its event log and store, used once at a resume.
 
-Invariant: an execution that ended and was scored is used as it is; one that had not ended is started again under the
-next attempt's name; a contribution at rest of the open step counts if its batches are still wanted. Nothing is guessed:
-what cannot be read is done again. Pure reading.
+Invariant: an execution that ended and was scored is used as it is; one that is at rest goes on from there under its
+name; any other is started again under the next attempt's name; a contribution at rest of the open step counts if its
+batches are still wanted. Nothing is guessed: what cannot be read is done again. Pure reading.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from gyre_core import ExecutionEnd, ExecutionStatus, InfrastructureError, RunEvent
 from gyre_tito import Store
 
+from gyre_rl.agents.rests import Rests
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.run.rollout import Finished
 from gyre_rl.run.stream import group_index
@@ -22,11 +23,13 @@ from gyre_rl.views import events as ev
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """A group that was admitted and has not trained: what ended of it, and attempts used up by execution."""
+    """A group that was admitted and has not trained: what ended of it, attempts used up by execution, and the recorded
+    names of those that are at rest."""
 
     name: str
     finished: dict[str, Finished]
     attempts: dict[str, int]
+    at_rest: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,9 @@ def read_past(directory: RunDirectory, log: Iterable[RunEvent], store: Store) ->
         )
     trained = {group for group, step in seats.items() if step < max(version, 0)}
     drawn = sorted(name for name, purpose in purposes.items() if purpose == "train")
-    groups = tuple(_open_group(name, attempts[name], store) for name in drawn if name not in trained)
-    judged = {name: _open_group(name, attempts[name], store) for name in purposes if purposes[name] == "eval"}
+    rests = Rests(directory.rests)
+    groups = tuple(_open_group(name, attempts[name], store, rests) for name in drawn if name not in trained)
+    judged = {name: _open_group(name, attempts[name], store, rests) for name in purposes if purposes[name] == "eval"}
     following = max((group_index(name) + 1 for name in drawn), default=0)
     return Past(version, groups, judged, following, score_before, dict(counts))
 
@@ -96,10 +100,11 @@ def _count(event: ev.Event | None, counts: dict[str, int]) -> None:
             return
 
 
-def _open_group(name: str, attempts: dict[str, int], store: Store) -> OpenGroup:
+def _open_group(name: str, attempts: dict[str, int], store: Store, rests: Rests) -> OpenGroup:
     recorded = {info.execution: info for info in store.executions(group=name)}
     finished: dict[str, Finished] = {}
     used: dict[str, int] = {}
+    at_rest: set[str] = set()
     for execution, attempt in attempts.items():
         at = execution if attempt == 0 else f"{execution}.r{attempt}"
         info = recorded.get(at)
@@ -108,6 +113,9 @@ def _open_group(name: str, attempts: dict[str, int], store: Store) -> OpenGroup:
             score = None if info.score is None else info.score.value
             end = ExecutionEnd(status, info.cause)
             finished[execution] = Finished(execution, at, end, score, status.partial and score is not None)
+        elif info is not None and info.closed_at is None and rests.find(at) is not None:
+            used[execution] = attempt
+            at_rest.add(at)
         else:
             used[execution] = attempt + 1
-    return OpenGroup(name, finished, used)
+    return OpenGroup(name, finished, used, frozenset(at_rest))

@@ -75,6 +75,8 @@ class Rollout:
     """Attempts that earlier lives of the run used up, by execution."""
     done_before: dict[str, frozenset[str]] = field(default_factory=dict)
     """Executions of a group that an earlier life of the run finished."""
+    going_on: set[str] = field(default_factory=set)
+    """Recorded names of executions that an earlier life left at rest; they go on where they stood."""
     answered: dict[str, int] = field(default_factory=dict)
     """Recorded name -> model calls that its agent got an answer to, where its harness tells."""
     partial_scores: int = 0
@@ -165,6 +167,7 @@ class Rollout:
         self.branches += closed.branches
         self._tell(plan, recorded, outcome, step, closed, time.perf_counter() - began)
         self.owners.pop(recorded, None)
+        self.going_on.discard(recorded)
         self.on_over(recorded)
         status = EndStatus(outcome.end.status.value)
         self.post(sched.ExecutionEnded(time.monotonic(), execution, status, outcome.end.reason))
@@ -179,7 +182,16 @@ class Rollout:
 
     async def _attempt(self, plan: GroupPlan, recorded: str, step: int) -> Outcome:
         top_p = self.config.rollout.top_p if plan.purpose is Purpose.TRAIN else 1.0
-        asked = OpenExecution(recorded, plan.task.id, plan.name, step, plan.purpose.value, plan.temperature, top_p)
+        asked = OpenExecution(
+            recorded,
+            plan.task.id,
+            plan.name,
+            step,
+            plan.purpose.value,
+            plan.temperature,
+            top_p,
+            recorded in self.going_on,
+        )
         opened: Opened = await self.proxy().call("/open", asked, Opened)
         job = ExecutionJob(
             recorded,

@@ -7,6 +7,7 @@ back to it as text. All conversations of an execution share one `Budget`. Not he
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,22 @@ class Budget:
     compactions: int = 0
     mistakes: int = 0
 
+    began: float = field(default_factory=time.monotonic)
+
+    def used(self) -> float:
+        """Seconds since the execution began, its earlier lives included."""
+        return time.monotonic() - self.began
+
+    def go_on(self, counts: Mapping[str, int], seconds: float) -> None:
+        """Count what an earlier life of the execution used."""
+        for name in _COUNTED:
+            setattr(self, name, counts[name])
+        self.began -= seconds
+        if self.deadline is not None:
+            self.deadline -= seconds
+        if self.sampled_left is not None:
+            self.sampled_left -= self.sampled
+
     def seconds_left(self) -> float:
         """Until the deadline; a large number when there is none."""
         return 1e9 if self.deadline is None else self.deadline - time.monotonic()
@@ -49,9 +66,24 @@ class Budget:
         if self.sampled_left is not None:
             self.sampled_left -= answer.sampled_tokens
 
+    def counts(self) -> dict[str, int]:
+        """What is counted, for another life of the execution."""
+        return {name: getattr(self, name) for name in _COUNTED}
+
     def room(self, size: int) -> int | None:
         """Tokens that a conversation of `size` tokens may still grow by; None without a limit."""
         return None if self.context_limit is None else self.context_limit - size
+
+
+_COUNTED = (
+    "answered",
+    "sampled",
+    "longest_context",
+    "tool_calls",
+    "sub_agents",
+    "compactions",
+    "mistakes",
+)
 
 
 class LimitError(Exception):
@@ -100,8 +132,11 @@ class Conversation:
 
     async def run(self) -> Outcome:
         """To its end; LimitError and InfrastructureError pass through."""
-        self._messages = history.opening(self.system, self.prompt)
         text = ""
+        if self.parent is None and self.job.state:
+            text = self._go_on(self.job.state)
+        else:
+            self._messages = history.opening(self.system, self.prompt)
         while self.max_turns is None or self.turns < self.max_turns:
             answer = await self._call(self._messages)
             text = answer.text or text
@@ -116,7 +151,33 @@ class Conversation:
                 self.budget.mistakes += 1
                 self._messages.append({"role": "user", "content": problem})
             await self._compact()
+            if self.parent is None:
+                await self.events.resting(self._state(text))
         return Outcome("turns", text)
+
+    def _state(self, text: str) -> bytes:
+        """All that this conversation needs to go on, while no sub-agent runs."""
+        return json.dumps(
+            {
+                "messages": self._messages,
+                "text": text,
+                "turns": self.turns,
+                "since": self._since,
+                "children": self._children,
+                "size": self._size,
+                "seconds": self.budget.used(),
+                "counts": self.budget.counts(),
+            }
+        ).encode()
+
+    def _go_on(self, state: bytes) -> str:
+        """Take up what `_state` put down; returns the last answer's text."""
+        told = json.loads(state)
+        self._messages = list(told["messages"])
+        self.turns, self._since = told["turns"], told["since"]
+        self._children, self._size = told["children"], told["size"]
+        self.budget.go_on(told["counts"], told["seconds"])
+        return str(told["text"])
 
     async def _call(self, messages: Sequence[history.Message]) -> Answer:
         budget = self.budget

@@ -1,8 +1,10 @@
 """One model call over OpenAI chat completions, with patience for an endpoint that is busy or restarting.
 
 Invariant: a call returns the assistant message exactly as it came, or raises `ContextFullError` (the model's limit) or
-InfrastructureError (ours); nothing else. Every try of one call bears the same `Idempotency-Key`. Not here: what the
-conversation is.
+InfrastructureError (ours); nothing else. Every try of one call bears the same `Idempotency-Key`, so that it is sampled
+once. When an execution goes on after a restart, calls since its last rest are told again by their keys; where a tool
+answered otherwise than before, the endpoint refuses the key and the call takes another. Not here: what the conversation
+is about.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import aiohttp
 from gyre_core import InfrastructureError, ModelEndpoint
 
 _LONGEST_PAUSE_S = 10.0
+_KEY = "idempotency-key"
 _CONTEXT_CODES = ("context_length_exceeded", "context_window_exceeded")
 _CONTEXT_WORDS = ("context length", "maximum context", "context window", "max_model_len", "too many tokens")
 _KEPT_OF_MESSAGE = ("role", "content", "tool_calls", "reasoning_content", "reasoning")
@@ -69,7 +72,7 @@ class ChatClient:
         headers = {
             "authorization": f"Bearer {self._endpoint.api_key}",
             "content-type": "application/json",
-            "idempotency-key": key,
+            _KEY: key,
             self._endpoint.session_header: session,
         }
         if parent is not None:
@@ -90,6 +93,9 @@ class ChatClient:
                 self.trouble = ""
                 return self._answer(text)
             self.trouble = problem = f"HTTP {status}: {text[:300]}"
+            if status == 422 and _KEY in text.lower():
+                headers[_KEY] = f"{key}/{attempt + 2}"
+                continue
             if status < 500 and status not in (408, 429):
                 self._refused(status, text, problem)
         raise self._failed(problem, f"an answer within {self._patience.retries + 1} tries")
