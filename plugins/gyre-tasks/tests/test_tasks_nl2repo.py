@@ -151,6 +151,19 @@ def test_only_and_heldout_name_projects(bench):
         Nl2RepoTaskSet(None, context).tasks("train")
 
 
+def test_one_task_is_found_without_the_tests_of_the_others(bench):
+    put(bench / "bench" / "other", PROJECT)
+    put(bench / "hidden" / "adder", ORIGINAL)
+    context = ComponentContext(".", "test", base_dir=str(bench))
+    found = Nl2RepoTaskSet(Nl2RepoOptions(path="bench", tests="hidden"), context)
+    assert found.named("adder") == found.named("nl2repo/adder")
+    assert found.named("adder").id == "nl2repo/adder"
+    with pytest.raises(ConfigError, match="such as adder"):
+        found.named("addder")
+    with pytest.raises(InfrastructureError, match="other"):
+        found.named("other")
+
+
 def test_tests_that_are_nowhere_are_named_before_anything_starts(bench):
     (bench / "hidden").mkdir()
     put(bench / "bench" / "other", PROJECT)

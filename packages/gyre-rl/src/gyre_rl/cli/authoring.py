@@ -71,6 +71,10 @@ def make_bench(tasks: str, sets: Sequence[str], plugins: PluginManager | None = 
 
 def find_task(taskset: TaskSet, name: str, split: str | None = None) -> Task:
     """The task whose id is `name`, or ends in "/name"; ConfigError naming the nearest one."""
+    named = getattr(taskset, "named", None)
+    if named is not None and split is None:
+        one: Task = named(name)  # a set that would have to fetch all others to list them
+        return one
     known: dict[str, Task] = {}
     for each in (split,) if split else SPLITS:
         try:
@@ -213,9 +217,12 @@ def as_plain(score: Score) -> dict[str, Any]:
 
 
 def as_text(score: Score) -> str:
-    """A score for a person: each milestone with its evidence."""
-    lines = [
-        f"  {'passed' if m.passed else 'missed'}  {m.name}" + (f"  ({m.evidence})" if m.evidence else "")
-        for m in score.milestones
-    ]
-    return "\n".join([*lines, f"score {score.value:.3f}"])
+    """A score for a person: each milestone with the end of its evidence; `--json` has all of it."""
+    lines = []
+    for milestone in score.milestones:
+        said = milestone.evidence.strip().splitlines()[-1:]
+        told = f"  {'passed' if milestone.passed else 'missed'}  {milestone.name}"
+        lines.append(told + "".join(f"  ({line.strip()})" for line in said))
+    passed = sum(m.passed for m in score.milestones)
+    why = f", {score.why}" if score.why else ""
+    return "\n".join([*lines, f"score {score.value:.3f} ({passed} of {len(score.milestones)} milestones{why})"])

@@ -7,6 +7,7 @@ Commands that install the project are not run: its folder and `src` are importab
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -39,14 +40,7 @@ class Nl2RepoTaskSet:
     def tasks(self, split: str) -> Sequence[Task]:
         """All tasks of `split`; see `gyre_core.TaskSet`."""
         known_split("nl2repo", split)
-        if self._root is None:
-            raise ConfigError(
-                "listing tasks of 'nl2repo'",
-                got="no path",
-                expected="the folder of NL2RepoBench's projects",
-                fix='Set it: [tasks] path = "…".',
-            )
-        projects = read_projects(self._root)
+        projects = self._projects()
         unknown = {*self._options.only, *(self._options.heldout or ())} - {each.name for each in projects}
         if unknown:
             raise ConfigError(
@@ -58,6 +52,29 @@ class Nl2RepoTaskSet:
         chosen = [each for each in projects if (not only or each.name in only) and self._split(each) == split]
         hidden = hidden_tests(chosen, self._origin)
         return [self._task(each, hidden[each.name]) for each in chosen]
+
+    def named(self, name: str) -> Task:
+        """One task by its id or project, without fetching the tests of the others; ConfigError naming the nearest."""
+        projects = {each.name: each for each in self._projects()}
+        found = projects.get(name.removeprefix("nl2repo/"))
+        if found is None:
+            near = difflib.get_close_matches(name, projects, 1) or sorted(projects)[:5]
+            raise ConfigError(
+                f"looking for the task {name!r}",
+                got=f"none among {len(projects)} projects of {self._root}",
+                expected=f"a project such as {', '.join(near)}",
+            )
+        return self._task(found, hidden_tests([found], self._origin)[found.name])
+
+    def _projects(self) -> list[Project]:
+        if self._root is None:
+            raise ConfigError(
+                "listing tasks of 'nl2repo'",
+                got="no path",
+                expected="the folder of NL2RepoBench's projects",
+                fix='Set it: path = "…" in [tasks], or --set tasks.path=….',
+            )
+        return read_projects(self._root)
 
     def _split(self, project: Project) -> str:
         if self._options.heldout is None:
