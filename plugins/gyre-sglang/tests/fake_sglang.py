@@ -36,6 +36,7 @@ class Request:
     key: str
     sampling: dict[str, Any]
     routed: bool
+    routed_from: int
     out: list[int] = field(default_factory=list)
     events: list[tuple[str, int]] = field(default_factory=list)
     cached: int = 0
@@ -124,7 +125,8 @@ class FakeServer:
         if self.fault == "500":
             return web.json_response({"error": {"message": "CUDA error: an illegal memory access"}}, status=500)
         request = Request(body["rid"], body["input_ids"], body["extra_key"], body["sampling_params"],
-                          body.get("return_routed_experts", False))  # fmt: skip
+                          body.get("return_routed_experts", False),
+                          body.get("routed_experts_start_len", 0))  # fmt: skip
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(http)
         wanted = len(request.ids) + request.sampling["max_new_tokens"]
@@ -202,7 +204,8 @@ class FakeServer:
             "output_token_logprobs": pairs, "output_token_logprobs_length": len(request.out),
         }  # fmt: skip
         if finish is not None and request.routed:
-            rows = np.repeat(np.arange(len(request.ids) + len(request.out) - 1, dtype="<i4"), 3 * 2)
+            end = len(request.ids) + len(request.out) - 1
+            rows = np.repeat(np.arange(request.routed_from, end, dtype="<i4"), 3 * 2)
             meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
         if finish is not None:
             meta["weight_versions"] = self._spans(request)

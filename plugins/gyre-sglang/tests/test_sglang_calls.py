@@ -267,6 +267,17 @@ async def test_routed_experts_are_those_of_the_passes_that_made_the_tokens(engin
     rows = chunk.routed_experts
     assert rows.shape == (len(chunk.token_ids), 3, 2)
     assert rows[:, 0, 0].tolist() == [len(PROMPT) - 1 + i for i in range(len(chunk.token_ids))]
+    assert chunk.routed_from == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("first", [-3, 0, 25, len(PROMPT) - 1, len(PROMPT) + 7])
+async def test_routed_experts_of_the_prompt_are_given_from_where_they_are_wanted(engine_of: Any, first: int) -> None:
+    engine, _ = await engine_of(experts=True)
+    plain = request_of(PROMPT, 5, name="a")
+    (chunk,) = [c async for c in engine.generate(type(plain)("a", "s", PROMPT, plain.sampling, True, first))]
+    at = min(max(first, 0), len(PROMPT) - 1)
+    assert chunk.routed_from == at
+    assert chunk.routed_experts[:, 0, 0].tolist() == list(range(at, len(PROMPT) + 4))
 
 
 async def sampled(engine: Any, tokens: int) -> bool:

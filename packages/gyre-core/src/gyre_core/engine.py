@@ -83,6 +83,9 @@ class GenerateRequest:
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     routed_experts: bool = False
+    routed_from: int | None = None
+    """First position of the context whose experts are wanted too; None: only of the passes that sampled. An engine may
+    give fewer rows than asked for, and says where they begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,11 @@ class GenerateChunk:
     finish: FinishReason | None = None
     cached_tokens: int | None = None
     routed_experts: Array | None = None
-    """int32 [tokens, layers, top_k] of this chunk's forward passes, when asked for and offered."""
+    """int32 [rows, layers, top_k], when asked for and offered: by default of the passes that sampled this chunk's
+    tokens, each of which read the token before."""
+    routed_from: int | None = None
+    """Position in prompt and sampled tokens that the first row's pass read; None: the one before the chunk's first
+    token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from gyre_core import Array, FinishReason, GenerateChunk, GenerateRequest, InfrastructureError
 
 from gyre_sglang.client import Pace
@@ -82,6 +81,12 @@ class Call:
         """Prompt and what was sampled so far."""
         return [*self.request.prompt_ids, *self.sampled_ids] if self.sampled_ids else self.request.prompt_ids
 
+    @property
+    def routed_from(self) -> int:
+        """First position whose experts are asked for: at the latest that of the pass that samples the first token."""
+        last, wanted = len(self.request.prompt_ids) - 1, self.request.routed_from
+        return last if wanted is None else min(max(wanted, 0), last)
+
     def add(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
         """Tokens came under the segment's present version."""
         assert self.segment is not None
@@ -120,13 +125,8 @@ class Call:
         if not self.over.is_set():
             self.finish, self.running = finish, False
             self.over.set()
-            self._items += [*self._held, Sampled((), (), 0, finish, self._of_sampled(routed))]
+            self._items += [*self._held, Sampled((), (), 0, finish, routed)]
             self._tell()
-
-    def _of_sampled(self, routed: Array | None) -> Array | None:
-        """Rows of the forward passes that made the sampled tokens, out of those of the whole context."""
-        first = len(self.request.prompt_ids) - 1
-        return None if routed is None else np.asarray(routed)[first : first + len(self.sampled_ids)]
 
     def fail(self, error: Exception) -> None:
         """It is over, with an error."""
@@ -154,7 +154,7 @@ class Call:
         return items
 
 
-def chunk_of(items: Sequence[Sampled], cached_tokens: int | None) -> GenerateChunk:
+def chunk_of(items: Sequence[Sampled], cached_tokens: int | None, routed_from: int) -> GenerateChunk:
     """One chunk of what was taken."""
     last = items[-1]
     return GenerateChunk(
@@ -164,4 +164,5 @@ def chunk_of(items: Sequence[Sampled], cached_tokens: int | None) -> GenerateChu
         finish=last.finish,
         cached_tokens=cached_tokens,
         routed_experts=last.routed,
+        routed_from=None if last.routed is None else routed_from,
     )

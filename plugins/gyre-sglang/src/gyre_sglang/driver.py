@@ -156,10 +156,11 @@ class Driver:
         body = generate_body(
             call.request, rid=segment.rid, prompt=context, max_tokens=call.max_tokens - segment.start,
             cache_key=self.cache_key, seeded=self.facts.deterministic, version=self.version,
+            routed_from=call.routed_from,
         )  # fmt: skip
         reader = StreamReader(
             call.doing, self._model.vocab, len(context), incremental=self.facts.incremental,
-            experts_per_token=self._model.experts_per_token,
+            experts_per_token=self._model.experts_per_token, routed_from=call.routed_from,
         )  # fmt: skip
         last: Piece | None = None
         first = True

@@ -224,7 +224,7 @@ class SGLangEngine:
             while True:
                 items = await call.take()
                 first, cached = cached is None, call.cached_tokens or 0
-                yield chunk_of(items, cached if first else None)
+                yield chunk_of(items, cached if first else None, call.routed_from)
                 if items[-1].finish is not None:
                     return
         finally:

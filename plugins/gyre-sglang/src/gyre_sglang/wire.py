@@ -43,7 +43,7 @@ class Piece:
     spans: tuple[Span, ...] = ()
     """On the last piece only."""
     routed: Array | None = None
-    """int32 [positions, layers, top_k] for positions 0 .. prompt + sampled - 2, on the last piece."""
+    """int32 [positions, layers, top_k] for positions routed_from .. prompt + sampled - 2, on the last piece."""
     fault: str = ""
     """Why the server itself ended the call, when nobody asked it to."""
 
@@ -85,10 +85,10 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 def generate_body(
     request: GenerateRequest, *, rid: str, prompt: Sequence[int], max_tokens: int, cache_key: str,
-    seeded: bool, version: int, stream_interval: int = 1,
+    seeded: bool, version: int, stream_interval: int = 1, routed_from: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """The body of POST /generate. `cache_key` keeps cached prefixes of other weights out; `version` is of the
-    weights in use."""
+    weights in use; experts are wanted from position `routed_from` on."""
     how = request.sampling
     sampling: dict[str, Any] = {
         "max_new_tokens": max_tokens,
@@ -113,18 +113,21 @@ def generate_body(
         "stream": True,
         "extra_key": cache_key,
     }
-    return body | ({"return_routed_experts": True} if request.routed_experts else {})
+    routed = {"return_routed_experts": True, "routed_experts_start_len": routed_from}
+    return body | (routed if request.routed_experts else {})
 
 
 class StreamReader:
     """Turns one call's events into pieces; knows how many tokens came before."""
 
     def __init__(
-        self, doing: str, vocab: int, prompt_tokens: int, *, incremental: bool, experts_per_token: int = 0
-    ) -> None:
+        self, doing: str, vocab: int, prompt_tokens: int, *, incremental: bool, experts_per_token: int = 0,
+        routed_from: int = 0,
+    ) -> None:  # fmt: skip
         self.sampled = 0
         self._experts = experts_per_token
-        self._doing, self._vocab, self._prompt, self._incremental = doing, vocab, prompt_tokens, incremental
+        self._doing, self._vocab, self._incremental = doing, vocab, incremental
+        self._before = prompt_tokens - 1 - routed_from
 
     def feed(self, block: bytes) -> Piece | None:
         """Whole lines of the answer; None when there is nothing in them but empty ones and the closing mark."""
@@ -187,7 +190,7 @@ class StreamReader:
             tuple(ids), tuple(logprobs), cached,
             finish=finish.type, matched=finish.matched if isinstance(finish.matched, int) else None,
             spans=tuple(Span(str(span.version), span.start, span.end) for span in meta.weight_versions or ()),
-            routed=self._routed(meta.routed_experts, self._prompt + self.sampled - 1),
+            routed=self._routed(meta.routed_experts, self._before + self.sampled),
             fault=_fault(finish) if finish.type == "abort" else "",
         )  # fmt: skip
 
