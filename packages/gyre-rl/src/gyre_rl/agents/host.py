@@ -122,6 +122,7 @@ class AgentsHost:
         self._rests = Rests(Path(body.rests))
         self._scorers: dict[str, Scorer] = {}
         self._running: dict[str, asyncio.Task[ExecutionEnd]] = {}
+        self._jobs: set[str] = set()
         self._cuts: dict[str, str] = {}
         self.app = build_app(spec.token, [Endpoint("/run", ExecutionJob, self.run), Endpoint("/cut", Cut, self.cut)])
 
@@ -144,15 +145,24 @@ class AgentsHost:
         await self._sandbox.close()
 
     async def cut(self, message: Cut) -> Empty:
-        """Cancel the agent; its `/run` then answers with a partial score."""
+        """Cancel the agent, now or as soon as its sandbox is made; its `/run` then answers with a partial score."""
+        if message.execution in self._jobs:
+            self._cuts[message.execution] = message.reason
         task = self._running.get(message.execution)
         if task is not None:
-            self._cuts[message.execution] = message.reason
             task.cancel()
         return Empty()
 
     async def run(self, job: ExecutionJob) -> Outcome:
         """One execution, from a fresh workspace, or from where it rests, to its score."""
+        self._jobs.add(job.execution)
+        try:
+            return await self._run(job)
+        finally:
+            self._jobs.discard(job.execution)
+            self._cuts.pop(job.execution, None)
+
+    async def _run(self, job: ExecutionJob) -> Outcome:
         began = time.perf_counter()
         try:
             rest, name = self._rests.find(job.execution), job.execution.replace("/", "_")
@@ -178,6 +188,8 @@ class AgentsHost:
 
     async def _agent(self, job: ExecutionJob, workspace: Workspace) -> ExecutionEnd:
         wall = job.limits.wall_s
+        if job.execution in self._cuts:
+            return ExecutionEnd(ExecutionStatus.TIMEOUT, self._cuts.pop(job.execution))
         events = AgentEvents(lambda state: self._rests.keep(job.execution, workspace, state), self._body.rest_every_s)
         task = asyncio.create_task(self._harness.run(job, workspace, events))
         self._running[job.execution] = task
@@ -196,7 +208,6 @@ class AgentsHost:
             return _failed("running its agent", error)
         finally:
             self._running.pop(job.execution, None)
-            self._cuts.pop(job.execution, None)
 
     def _scorer(self, name: str) -> Scorer:
         """Options of a scorer come with each task, so one instance serves all."""
