@@ -69,6 +69,7 @@ class Plugin:
         yield Registration(Kind.POLICY, "own", "nowhere:Own", options="gyre_test_options:PolicyOptions")
         yield Registration(Kind.TRAINER, "other", "nowhere:It", options="gyre_test_options:TrainerOptions")
         yield Registration(Kind.OBJECTIVE, "capped", "my_objectives:Capped")
+        yield Registration(Kind.TRANSPORT, "pigeon", "nowhere:Pigeon")
 
 
 @pytest.fixture
@@ -409,3 +410,11 @@ def test_every_key_is_read_by_somebody():
             if not re.search(rf"\b{owner}\.{field.name}\b", code):
                 unread.add(f"{path}.{field.name}".lstrip("."))
     assert unread <= PENDING, "a key that nobody reads is a setting that somebody believes in"
+
+
+def test_the_transport_is_one_that_there_is(plugins):
+    for name in ("auto", "tcp", "pigeon"):
+        assert loads(SMALL + f'[kv]\ntransport = "{name}"\n', "/", plugins).kv.transport == name
+    (problem,) = problems_of(SMALL + '[kv]\ntransport = "pigeons"\n', plugins)
+    assert problem.startswith("text:6: kv.transport: got 'pigeons', expected one of auto, process_vm, nixl, shm, tcp")
+    assert problem.endswith("did you mean 'pigeon'?")

@@ -31,11 +31,9 @@ from gyre_core import (
     WeightSource,
 )
 from gyre_core.agreement import require_facts
-from gyre_kvxfer import MigrationServer, MovePolicy, migrate
 
 from gyre_rl.cell.calls import answer_call
 from gyre_rl.cell.handover import export_session, take_over
-from gyre_rl.cell.kv import EngineKV
 from gyre_rl.cell.leases import LeaseWorker
 from gyre_rl.cell.messages import (
     AddContribution,
@@ -58,6 +56,7 @@ from gyre_rl.cell.messages import (
     Sync,
     Took,
 )
+from gyre_rl.cell.moves import Moves, installed_transports
 from gyre_rl.procs.child import ChildSpec
 from gyre_rl.procs.link import Link
 from gyre_rl.procs.wire import Empty, Endpoint, Peer, authorised, build_app, unpack
@@ -70,12 +69,14 @@ ENGINE_GRACE_S = 10.0
 class CellHost:
     """Engine and trainer of one cell behind its HTTP interface."""
 
-    def __init__(self, spec: ChildSpec, body: CellBody, engine: Engine, trainer: Trainer) -> None:
+    def __init__(
+        self, spec: ChildSpec, body: CellBody, engine: Engine, trainer: Trainer, moves: Moves | None = None
+    ) -> None:
         self.spec, self.body, self.engine, self.trainer = spec, body, engine, trainer
         self.role: Role | None = None
         self._draining = False
         self._engine_up = self._trainer_up = False
-        self._kv: MigrationServer | None = None
+        self._moves = moves or Moves(spec, body.kv)
         self._load_task: asyncio.Task[None] | None = None
         self._link: Link | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -126,9 +127,7 @@ class CellHost:
         """Where others fetch this cell's sessions from, in whatever role it is now; empty if its engine gives none."""
         offered = self.engine.capabilities
         if EngineCapability.KV_MOVE in offered:
-            self._kv = MigrationServer(EngineKV(self.engine), key=self.spec.token.encode())
-            await self._kv.start()
-            return self._kv.endpoint
+            return await self._moves.serve(self.engine)
         return base_url if EngineCapability.KV_HANDOVER in offered else ""
 
     def _version(self) -> int:
@@ -143,8 +142,7 @@ class CellHost:
         if self._load_task:
             self._load_task.cancel()
         await self._leases.close()
-        if self._kv:
-            await self._kv.close()
+        await self._moves.close()
         await self.engine.close()
         await self.trainer.close()
 
@@ -264,23 +262,7 @@ class CellHost:
         if EngineCapability.KV_MOVE not in self.engine.capabilities:
             source = Peer(self._started(), message.endpoint, self.spec.token, "the session's present cell")
             return await take_over(self._handover(f"moving {message.session} to {self.spec.cell}"), source, message)
-        report = await migrate(
-            message.session,
-            message.endpoint,
-            EngineKV(self.engine),
-            key=self.spec.token.encode(),
-            destination=str(self.spec.cell),
-            policy=MovePolicy(version=self.engine.version),
-        )
-        return Pulled(
-            report.carried,
-            report.bytes,
-            report.tokens,
-            report.seconds,
-            report.pause_seconds,
-            report.transport,
-            report.reason,
-        )
+        return await self._moves.pull(self.engine, message)
 
     async def export(self, message: ExportSession) -> Exported:
         """Let the engine hold a session's KV for another cell's."""
@@ -345,4 +327,4 @@ async def make(spec: ChildSpec) -> CellHost:
     )
     engine = plugins.create(Kind.ENGINE, body.engine, body.engine_options, context)
     trainer = plugins.create(Kind.TRAINER, body.trainer, body.trainer_options, context)
-    return CellHost(spec, body, engine, trainer)
+    return CellHost(spec, body, engine, trainer, Moves(spec, body.kv, installed_transports(plugins, context)))

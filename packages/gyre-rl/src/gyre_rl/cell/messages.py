@@ -14,6 +14,16 @@ from gyre_rl.procs.wire import Fault
 
 
 @dataclass(frozen=True, slots=True)
+class KVSettings:
+    """How KV is moved: `transport` by name or "auto"; `digest` of blocks that is compared, "" for none; `finite`: no
+    NaN is taken."""
+
+    transport: str = "auto"
+    digest: str = ""
+    finite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CellBody:
     """A cell's configuration, in `ChildSpec.body`."""
 
@@ -31,6 +41,7 @@ class CellBody:
     threads: int = 1
     accelerators: int = 0
     base_dir: str = "."
+    kv: KVSettings = KVSettings()
     load_every_s: float = 0.25
     """How often a rollout cell reports its load."""
 

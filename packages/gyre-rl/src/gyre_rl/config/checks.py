@@ -5,11 +5,11 @@ Invariant: each check is a pure function from the configuration to problems, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from gyre_sched.errors import ConfigError as SchedulerRefusal
 
-from gyre_rl.config.problems import Problem
+from gyre_rl.config.problems import Problem, nearest
 from gyre_rl.config.scheduling import sched_config
 from gyre_rl.config.schema import RunConfig
 
@@ -57,6 +57,17 @@ def _scheduler(config: RunConfig) -> Iterator[Problem]:
         sched_config(config)
     except SchedulerRefusal as refusal:
         yield Problem("scheduler", str(refusal).replace("SchedConfig.", ""))
+
+
+def transport_check(config: RunConfig, brought: Iterable[str]) -> Iterator[Problem]:
+    """The transport is one of gyre-kvxfer's or one that plugins brought."""
+    from gyre_kvxfer.transports.choose import NAMES  # numpy: not for those who read no run's file
+
+    known = ("auto", *NAMES, *brought)
+    if config.kv.transport not in known:
+        near = nearest(config.kv.transport, known)
+        hint = f"; did you mean {near!r}?" if near else ""
+        yield Problem("kv.transport", f"got {config.kv.transport!r}, expected one of {', '.join(known)}{hint}")
 
 
 def _name(config: RunConfig) -> Iterator[Problem]:

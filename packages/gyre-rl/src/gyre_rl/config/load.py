@@ -17,8 +17,9 @@ from typing import Any
 
 from gyre_core.errors import ConfigError
 from gyre_core.plugins import PluginManager
+from gyre_core.registration import Kind
 
-from gyre_rl.config.checks import cross_checks
+from gyre_rl.config.checks import cross_checks, transport_check
 from gyre_rl.config.convert import Converter, plugin_fields
 from gyre_rl.config.locate import key_lines
 from gyre_rl.config.objectives import with_objective
@@ -129,7 +130,9 @@ def from_layers(layers: Sequence[Layer], source: str, plugins: PluginManager, *,
     problems = list(converter.problems)
     if isinstance(config, RunConfig):
         config = with_objective(config, plugins)
-        problems += [dataclasses.replace(p, where=_place(places, p.path)) for p in cross_checks(config)]
+        brought = [c.registration.name for c in plugins.components(Kind.TRANSPORT)]
+        found = [*cross_checks(config), *transport_check(config, brought)]
+        problems += [dataclasses.replace(p, where=_place(places, p.path)) for p in found]
     if problems:
         raise RunConfigError(source, sorted(problems, key=_order))
     return typing.cast("RunConfig", config)

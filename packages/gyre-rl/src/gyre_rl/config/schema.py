@@ -188,6 +188,18 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KVConfig:
+    """How a session's KV goes to another cell, where engines let it be read in place. The scheduler says when."""
+
+    transport: str = "auto"
+    """The first that works ("auto"), or one by name: "process_vm", "nixl", "shm", "tcp", or what a plugin brings."""
+    digest: Literal["", "fast", "strong"] = ""
+    """Digests of blocks that a move compares: "fast" finds damaged, stale and foreign blocks; "strong" is BLAKE2b."""
+    finite: bool = False
+    """Refuse KV with NaN or infinity in it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProxyConfig:
     """The recording proxy in front of the engines."""
 
@@ -254,6 +266,7 @@ class RunConfig:
     limits: Limits = field(default_factory=Limits)
     loss: LossConfig = field(default_factory=LossConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    kv: KVConfig = field(default_factory=KVConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -23,6 +23,7 @@ from gyre_rl.cell.messages import (
     CellBody,
     CellReady,
     Drain,
+    KVSettings,
     Lease,
     LeaveSession,
     Pulled,
@@ -87,6 +88,7 @@ class Cells:
             threads=config.cells.threads,
             accelerators=config.cells.accelerators,
             base_dir=config.base_dir,
+            kv=KVSettings(config.kv.transport, config.kv.digest, config.kv.finite),
         )
         threads = str(config.cells.threads)
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
