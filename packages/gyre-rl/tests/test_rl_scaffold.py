@@ -14,7 +14,7 @@ from gyre_core import ConfigError, Kind, PluginManager
 from gyre_rl.scaffold import KINDS, write_plugin
 from gyre_rl.scaffold.write import contents, names_of
 
-SLOW = (Kind.ENGINE, Kind.HARNESS, Kind.SANDBOX)
+SLOW = (Kind.ENGINE, Kind.HARNESS, Kind.SANDBOX, Kind.TRAINER)
 MARKED = [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in KINDS]
 
 

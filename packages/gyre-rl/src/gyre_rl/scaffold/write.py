@@ -26,6 +26,7 @@ KINDS = (
     Kind.SCORER,
     Kind.SINK,
     Kind.TASKSET,
+    Kind.TRAINER,
 )
 """Kinds that there is a template for."""
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -97,10 +98,17 @@ _USAGE = {
     Kind.OBJECTIVE: '[trainer]\nobjective = "$name"',
 }
 """How a run's file chooses it, where that is not a section of its kind's name."""
-_LEAVES = {Kind.POLICY: ("gyre-sched",), Kind.OBJECTIVE: ("gyre-loss",)}
+_LEAVES = {Kind.POLICY: ("gyre-sched",), Kind.OBJECTIVE: ("gyre-loss",), Kind.TRAINER: ("gyre-loss",)}
 """The leaf that a kind adapts."""
 _TESTED_WITH = ("gyre-core[testing]", "pytest>=8", "pytest-asyncio>=0.24")
-_ALSO_TESTED = {Kind.OBJECTIVE: ("transformers>=4.51",)}
+_ALSO_TESTED = {
+    Kind.ENGINE: ("gyre-local",),
+    Kind.TRAINER: ("gyre-local",),
+    Kind.HARNESS: ("gyre-harnesses",),
+    Kind.SANDBOX: ("gyre-harnesses",),
+    Kind.OBJECTIVE: ("transformers>=4.51",),
+}
+"""Where what they begin as comes from."""
 
 
 def names_of(kind: str, name: str) -> Names:
