@@ -60,7 +60,7 @@ def test_wrong_names_are_told_with_the_nearest(bench, task, tmp_path):
         score(bench, task.id, tmp_path / "nowhere", None, Console())
     with pytest.raises(RunConfigError, match=r"--set tasks\.sed=3: tasks\.sed: unknown key; did you mean 'seed'"):
         make_bench("files", ["tasks.sed=3"])
-    with pytest.raises(RunConfigError, match="unknown key; expected tasks, sandbox, harness or limits"):
+    with pytest.raises(RunConfigError, match="unknown key; expected tasks, sandbox, harness, scorers or limits"):
         make_bench("files", ["rollout.group_size=3"])
 
 
@@ -101,3 +101,32 @@ def test_an_agent_is_shown_and_judged(bench, task, tmp_path, capsys):
     assert "main: turn 1" in captured.err
     assert "bash took" in captured.err
     assert (tmp_path / "kept" / first["path"]).read_text() == first["content"]
+
+
+def test_options_of_a_scorer_reach_it(bench, tmp_path, capsys):
+    """A judge behind an end point judges a folder; without its address that is said."""
+    verdicts = in_order({"main": [Say('{"why": "it greets", "verdict": "yes"}')]})
+    folder = tmp_path / "tasks" / "letter"
+    folder.mkdir(parents=True)
+    (folder / "task.toml").write_text(
+        'prompt = "Write a letter to letter.txt."\n[scorer]\nname = "rubric"\n'
+        'files = ["letter.txt"]\ncriteria = [{ question = "Is it kind?" }]\n'
+    )
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "letter.txt").write_text("Dear you")
+
+    async def judged():
+        async with ScriptedEndpoint(verdicts) as endpoint:
+            sets = [f"tasks.path={tmp_path / 'tasks'}"]
+            with pytest.raises(ConfigError, match="base_url"):
+                await asyncio.to_thread(score, make_bench("folder", sets), "letter", work, None, Console(json=True))
+            sets.append(f'scorers=[{{name = "rubric", base_url = "{endpoint.address.base_url}"}}]')
+            await asyncio.to_thread(score, make_bench("folder", sets), "letter", work, None, Console(json=True))
+
+    asyncio.run(judged())
+    told = answer(capsys)
+    assert told["score"] == 1.0
+    assert told["milestones"][0]["evidence"] == "it greets"
+    with pytest.raises(RunConfigError, match="base_urll"):
+        make_bench("folder", ['scorers=[{name = "rubric", base_urll = "x"}]'])

@@ -57,6 +57,8 @@ class AgentsBody:
     rests: str = ""
     """Folder of executions at rest."""
     rest_every_s: float = 300.0
+    scorers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Options of scorers, by name; the others have their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +212,10 @@ class AgentsHost:
             self._running.pop(job.execution, None)
 
     def _scorer(self, name: str) -> Scorer:
-        """Options of a scorer come with each task, so one instance serves all."""
+        """What to judge comes with each task, so one instance serves all."""
         if name not in self._scorers:
             context = ComponentContext(self._spec.run_dir, "agents", base_dir=self._body.base_dir)
-            self._scorers[name] = self._plugins.create(Kind.SCORER, name, None, context)
+            self._scorers[name] = self._plugins.create(Kind.SCORER, name, self._body.scorers.get(name), context)
         return self._scorers[name]
 
 

@@ -41,6 +41,7 @@ class Bench:
     sandbox: PluginChoice
     harness: PluginChoice
     limits: Limits
+    scorers: tuple[PluginChoice, ...] = ()
 
     def make(self, kind: Kind, choice: PluginChoice, folder: str) -> Any:
         """An instance that may use `folder`."""
@@ -57,16 +58,20 @@ def make_bench(tasks: str, sets: Sequence[str], plugins: PluginManager | None = 
         table = merge(table, layer.table)
         places.update(layer.places)
     converter = Converter(plugins.options_type, lambda path: places.get(path, ""))
-    for key in set(table) - {"tasks", "sandbox", "harness", "limits"}:
-        converter.report(key, "unknown key; expected tasks, sandbox, harness or limits")
+    for key in set(table) - {"tasks", "sandbox", "harness", "scorers", "limits"}:
+        converter.report(key, "unknown key; expected tasks, sandbox, harness, scorers or limits")
     chosen = {
         kind: converter.choice(kind, table.get(key, {}), key, DEFAULTS.get(kind))
         for kind, key in ((Kind.TASKSET, "tasks"), (Kind.SANDBOX, "sandbox"), (Kind.HARNESS, "harness"))
     }
+    scorers = [
+        converter.choice(Kind.SCORER, item, f"scorers.{number}", None)
+        for number, item in enumerate(table.get("scorers", []))
+    ]
     limits = converter.build(Limits, table.get("limits", {}), "limits")
     if converter.problems:
         raise RunConfigError("of the command line", converter.problems)
-    return Bench(plugins, chosen[Kind.TASKSET], chosen[Kind.SANDBOX], chosen[Kind.HARNESS], limits)  # type: ignore[arg-type]
+    return Bench(plugins, chosen[Kind.TASKSET], chosen[Kind.SANDBOX], chosen[Kind.HARNESS], limits, tuple(scorers))  # type: ignore[arg-type]
 
 
 def find_task(taskset: TaskSet, name: str, split: str | None = None) -> Task:
@@ -104,7 +109,9 @@ def folder_files(folder: Path) -> dict[str, bytes]:
 
 async def judge(bench: Bench, task: Task, end: ExecutionEnd, workspace: Workspace, folder: str) -> Score:
     """What the workspace earns."""
-    scorer: Scorer = bench.make(Kind.SCORER, PluginChoice(task.scorer.name), folder)
+    name = task.scorer.name
+    choice = next((each for each in bench.scorers if each.name == name), PluginChoice(name))
+    scorer: Scorer = bench.make(Kind.SCORER, choice, folder)
     return await scorer.score(ScoringJob(task, end), workspace)
 
 

@@ -276,6 +276,8 @@ class RunConfig:
     harness: Annotated[PluginChoice, Kind.HARNESS] = PluginChoice("shell")
     sandbox: Annotated[PluginChoice, Kind.SANDBOX] = PluginChoice("local")
     launcher: Annotated[PluginChoice, Kind.LAUNCHER] = PluginChoice("local")
+    scorers: Annotated[tuple[PluginChoice, ...], Kind.SCORER] = ()
+    """Options of scorers, such as a judge's end point; which one judges is up to each task."""
     sinks: Annotated[tuple[PluginChoice, ...], Kind.SINK] = ()
 
     def resolve(self, path: str) -> Path:

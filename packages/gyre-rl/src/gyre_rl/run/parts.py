@@ -141,6 +141,7 @@ class Parts:
             config.base_dir,
             str(self.directory.rests),
             config.rollout.rest_every_s,
+            {choice.name: plain(choice.options) for choice in config.scorers},
         )
         child = await self.fleet.start(AGENTS, "gyre_rl.agents.host:make", plain(body))
         await self.fleet.ready(child, Empty)
