@@ -7,7 +7,8 @@ delay. Agents hold real conversations: every request is the whole history, one m
 `added` is what a client waited for the proxy's answer beyond what the same client waits, in the median and under the
 same load, for the plain HTTP server alone with that delay (`direct_p50_ms` beyond the delay). `waited_*` is the same
 without that subtraction: everything beyond the nominal delay, the client's own work and late timers included. The main
-figures are with `durability="power"` (every commit is synced to the disk); `light_process` is what a killed process
+figures are with `durability="power"` (every commit is synced to the disk; `fsync_p50_ms` is what the disk itself takes
+for that, a page appended and synced in the same run); `light_process` is what a killed process
 survives and a power cut may not, as `gyre run` has it; the third has an engine of half the latency, so twice the calls.
 
 Run: `python benchmarks/tito_proxy.py [--json] [--small] [--litellm PATH]` (`PATH`: the `litellm` program of an
@@ -167,6 +168,20 @@ def measure_direct(agents: int, tokens: int, delay: float, turns: int, pause: fl
         server.join()
 
 
+def measure_fsync() -> float:
+    """Median seconds to append a page to a file and have it on the disk, with pauses as a proxy has them."""
+    spent = []
+    with tempfile.TemporaryFile() as file:
+        for _ in range(100):
+            time.sleep(0.01)
+            file.write(bytes(4096))
+            file.flush()
+            begin = time.perf_counter()
+            os.fsync(file.fileno())
+            spent.append(time.perf_counter() - begin)
+    return statistics.median(spent)
+
+
 def measure_ours(
     agents: int,
     tokens: int,
@@ -270,6 +285,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="the large case with 64 agents and 16k tokens")
     parser.add_argument("--litellm", default="", help="the litellm program, in an environment of its own")
     asked = parser.parse_args()
+    fsync = measure_fsync()
     direct = measure_direct(64, 2_000, 1.0, 8, pause=1.0)
     light = measure_ours(64, 2_000, 1.0, 8, 120, pause=1.0, direct=direct)
     process = measure_ours(64, 2_000, 1.0, 8, 120, pause=1.0, durability="process", direct=direct)
@@ -283,6 +299,7 @@ def main() -> None:
         "benchmark": "tito_proxy",
         "added_p50_ms": light["added_p50_ms"],
         "added_p99_ms": light["added_p99_ms"],
+        "fsync_p50_ms": round(1e3 * fsync, 3),
         "cpu_ms_per_call": light["cpu_ms_per_call"],
         "timeouts": light["timeouts"] + heavy["timeouts"],
         "loop_lag_p99_ms": heavy["loop_lag_p99_ms"],

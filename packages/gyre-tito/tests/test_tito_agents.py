@@ -227,11 +227,38 @@ def hold_laws(chat, engine, reader, answered):
     for call in calls.values():  # law 3: a branch begins at the longest true prefix of what was there before it
         prompt = tree.path_ids(call.index, call.prompt_len)
         assert call.parent < 0 or np.array_equal(prompt[: call.prefix_len], tree.path_ids(call.parent, call.prefix_len))
+    branch_where_they_must(tree, sorted(calls))
     for answer in answered:  # law 4
         for choice in answer.choices:
             index = int(choice.call_id.rpartition("#")[2])
             assert calls[index].finish in ("stop", "length")
             assert len(calls[index].sampled_ids) == choice.sampled_tokens
+
+
+def nodes_on(tree, index):
+    """The nodes of a call's path from the root on."""
+    nodes, at = [], tree.place(index).leaf
+    while at >= 0:
+        nodes.append(at)
+        at = tree.node(at).parent
+    return nodes[::-1]
+
+
+def branch_where_they_must(tree, order):
+    """Law 3: tokens that an earlier path begins with are that path's own, so that a sampled one is not owned again.
+
+    Twins, calls that sampled the same ids, are the exception: a history belongs to one of them.
+    """
+    paths = {index: (tree.path_ids(index), nodes_on(tree, index)) for index in order}
+    for place, later in enumerate(order):
+        ids, nodes = paths[later][0][: tree.place(later).prompt_len], paths[later][1]
+        for earlier in order[:place]:
+            other_ids, other = paths[earlier]
+            same = next((at for at, (a, b) in enumerate(zip(nodes, other, strict=False)) if a != b), None)
+            if same is None or (tree.node(nodes[same]).sampled and tree.node(other[same]).sampled):
+                continue
+            begin = tree.node(nodes[same]).depth
+            assert begin >= len(ids) or int(ids[begin]) != int(other_ids[begin]), (later, earlier, begin)
 
 
 def hold_for(chat, folder, examples):
