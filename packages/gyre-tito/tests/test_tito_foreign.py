@@ -11,11 +11,12 @@ from collections import OrderedDict
 import msgspec
 import numpy as np
 import pytest
-from gyre_tito.check_files import check_path
+from gyre_tito.check_files import check_path, reader_of
 from gyre_tito.foreign import ForeignFileError, read_rollouts
 from gyre_tito.importing import import_file
 from gyre_tito.records import Status
 from gyre_tito.store import Store
+from gyre_tito.testing import tiny_format
 
 # -- verifiers v1, which prime-rl writes too -----------------------------------------------------------------------
 
@@ -305,6 +306,21 @@ def test_a_tensor_that_reaches_past_its_numbers_is_refused(tmp_path):
             archive.writestr(one, data)
     with pytest.raises(ForeignFileError, match="does not fit its 4 stored numbers"):
         read_rollouts(path)
+
+
+def test_a_status_and_a_last_token_that_contradict_each_other_are_found(tmp_path):
+    chat = tiny_format()
+    end = chat.stop_ids[0]
+    path = tmp_path / "samples.jsonl"
+    for status, last, wrong in (
+        ("completed", end, False),
+        ("completed", 7, True),
+        ("truncated", 7, False),
+        ("truncated", end, True),
+    ):
+        path.write_text(json.dumps(sample(tokens=[1, 2, 5, 6, last], status=status)))
+        found = {one.code for one in check_path(path, reader=reader_of(chat)).findings}
+        assert ("finish-mismatch" in found) == wrong, (status, last)
 
 
 def test_an_execution_that_was_split_names_itself(tmp_path):

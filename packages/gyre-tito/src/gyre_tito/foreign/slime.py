@@ -27,6 +27,7 @@ _STATUS = {
     "aborted": Status.FAILED,
     "failed": Status.FAILED,
 }
+_STOPS = {"completed": "stop", "truncated": "length"}  # what its engine said of the last call
 
 
 def read(where: Path) -> Iterator[Rollout]:
@@ -80,9 +81,12 @@ def _sample(sample: Mapping[str, Any], place: str, step: int | None) -> Rollout:
     removed = bool(sample.get("remove_sample"))
     mask = _list(sample.get("loss_mask"))
     logprobs = _list(sample.get("rollout_log_probs"))
+    turns = packed_turns(ids, prompt_len, mask, logprobs, place, versions)
+    if turns and value in _STOPS:
+        turns = (*turns[:-1], replace(turns[-1], stop_after=_STOPS[value]))
     return Rollout(
         execution=_execution(sample, place),
-        turns=packed_turns(ids, prompt_len, mask, logprobs, place, versions),
+        turns=turns,
         group=None if sample.get("group_index") is None else str(sample["group_index"]),
         task=text_of(sample.get("prompt")),
         step=step,
