@@ -208,8 +208,8 @@ def test_micro_batches_are_taken_apart(tmp_path):
         read_rollouts(path)
 
 
-def test_token_exports_are_read(tmp_path):
-    row = {
+def export_row(**more):
+    return {
         "step": 3,
         "rank": 0,
         "micro_step": 1,
@@ -218,13 +218,36 @@ def test_token_exports_are_read(tmp_path):
         "loss_mask": [False, True, True],
         "inference_logprobs": [0.0, -0.1, None],
         "advantages": [1.0, 1.0, 1.0],
-    }
+    } | more
+
+
+def test_token_exports_are_read(tmp_path):
     path = tmp_path / "rank_0.jsonl"
-    path.write_text(json.dumps(row) + "\n")
+    path.write_text(json.dumps(export_row()) + "\n")
     name, (rollout,) = read_rollouts(path)
     assert (name, rollout.execution, rollout.step, rollout.advantage) == ("prime-rl", "3/0/1/2", 3, 1.0)
     assert [(t.prompt, t.sampled) for t in rollout.turns] == [([1], [2, 3])]
     assert "logprob-missing" in {found.code for found in check_path(path).findings}
+
+
+def test_the_gap_between_engine_and_trainer_is_told(tmp_path):
+    path = tmp_path / "rank_0.jsonl"
+    for trainer, level, words in (
+        ([9.0, -0.11, -0.2, 9.0, -0.3], "note", "mean 0.0033, largest 0.010, 0.00 % of 3 tokens"),
+        ([9.0, -0.4, -0.2, 9.0, -0.3], "warning", "mean 0.1000, largest 0.300, 0.00 % of 3 tokens"),
+        ([9.0, None, -0.2, 9.0, -1.4], "warning", "50.00 % of 2 tokens differ by more than 1"),
+    ):
+        row = export_row(
+            token_ids=[1, 2, 3, 4, 5],
+            loss_mask=[False, True, True, False, True],
+            inference_logprobs=[0.0, -0.1, -0.2, 0.0, -0.3],
+            trainer_logprobs=trainer,
+        )
+        path.write_text(json.dumps(row) + "\n")
+        (found,) = [one for one in check_path(path).findings if one.code == "logprob-gap"]
+        assert (found.severity, words in found.message) == (level, True), found.message
+    path.write_text(json.dumps(export_row()) + "\n")
+    assert "logprob-gap" not in {one.code for one in check_path(path).findings}
 
 
 # -- slime ---------------------------------------------------------------------------------------------------------

@@ -22,6 +22,10 @@ from gyre_tito.tree import common_prefix
 
 _AROUND = 6
 _PADDING_RUN = 4
+# Engine against trainer, in natural logarithms. Two sound stacks in bfloat16 stay well below these.
+_MEAN_GAP = 0.05
+_WIDE_GAP = 1.0
+_WIDE_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,4 +246,28 @@ def check_rollouts(rollouts: Iterable[Rollout], reader: Reader | None = None) ->
     """All findings of a set of rollouts, groups and statuses included."""
     kept = list(rollouts)
     found = [finding for rollout in kept for finding in check_rollout(rollout, reader)]
-    return [*found, *check_cache(kept), *check_groups(kept)]
+    return [*found, *_gap(kept), *check_cache(kept), *check_groups(kept)]
+
+
+def _gap(rollouts: Sequence[Rollout]) -> Iterator[Finding]:
+    """How far the engine's and the trainer's logprobs are apart, where the file has both; once for all of it."""
+    pairs = [
+        (turn.logprobs, turn.trainer_logprobs)
+        for rollout in rollouts
+        for turn in rollout.turns
+        if turn.logprobs is not None and turn.trainer_logprobs is not None
+    ]
+    both = [np.asarray(one, dtype=np.float64) for pair in pairs if len(pair[0]) == len(pair[1]) for one in pair]
+    if not both:
+        return
+    gap = np.abs(np.concatenate(both[::2]) - np.concatenate(both[1::2]))
+    gap = gap[np.isfinite(gap)]
+    if not len(gap):
+        return
+    mean, wide = float(gap.mean()), float((gap > _WIDE_GAP).mean())
+    message = (
+        f"mean {mean:.4f}, largest {gap.max():.3f}, {100 * wide:.2f} % of {len(gap)} tokens differ by more than "
+        f"{_WIDE_GAP:g}"
+    )
+    bad = mean > _MEAN_GAP or wide > _WIDE_SHARE
+    yield Finding("logprob-gap", rollouts[0].execution, message, level="warning" if bad else "note")

@@ -58,6 +58,12 @@ KINDS: dict[str, Kind] = {
     ),
     "logprob-impossible": Kind("error", "5.2", "a logprob above 0, or infinite"),
     "logprob-padding": Kind("error", "5.2", "runs of exactly 0.0 logprobs: padding, or context counted as sampled"),
+    "logprob-gap": Kind(
+        "warning",
+        "5.2",
+        "engine and trainer do not agree on the tokens that were sampled: other weights, kernels or precision, or a "
+        "temperature that one side leaves out",
+    ),
     "version-missing": Kind("warning", "5.2", "sampled tokens without a policy version; staleness cannot be bounded"),
     "version-mixed": Kind(
         "warning",

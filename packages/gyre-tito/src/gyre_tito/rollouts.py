@@ -26,7 +26,8 @@ class Turn:
     `stop_after`: the engine's reason, if known. `cached`: prompt tokens taken from a cache. `session` names the
     conversation, `parent` the turn that this one continues, where that is known. `continues` None: `prompt` is the
     whole prompt; a number: the prompt is that many tokens of `parent`'s prompt and sampled tokens, then `prompt`.
-    `started_at` and `ended_at`: seconds since the epoch, if known. `place`: where in the file.
+    `started_at` and `ended_at`: seconds since the epoch, if known. `trainer_logprobs`: what the trainer computed for
+    the sampled tokens, if the file has that too. `place`: where in the file.
     """
 
     prompt: Ids
@@ -42,6 +43,7 @@ class Turn:
     continues: int | None = None
     started_at: float | None = None
     ended_at: float | None = None
+    trainer_logprobs: Sequence[float | None] | None = None
     place: str = ""
 
 

@@ -9,6 +9,7 @@ completion for each example. None of these say groups, scores, statuses or polic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def _exports(where: Path) -> Iterator[Rollout]:
         place = f"line {number}"
         turns = _row_turns(row["token_ids"], row["loss_mask"], row["inference_logprobs"], place)
         advantage = _advantage(row.get("advantages"), row["loss_mask"])
+        turns = tuple(_with_trainer(turn, row.get("trainer_logprobs")) for turn in turns)
         yield Rollout(name, turns, step=row.get("step"), advantage=advantage, place=place)
 
 
@@ -85,6 +87,12 @@ def _micro_batch(micro: Sequence[Any], at: int) -> Iterator[Rollout]:
 def _row_turns(ids: Sequence[int], mask: Sequence[bool], logprobs: Sequence[float], place: str) -> tuple[Turn, ...]:
     first = next((at for at, flag in enumerate(mask) if flag), len(ids))
     return packed_turns(ids, first, [int(flag) for flag in mask[first:]], logprobs[first:], place)
+
+
+def _with_trainer(turn: Turn, values: Sequence[float | None] | None) -> Turn:
+    """A turn of a packed row with the trainer's logprobs, which cover the whole row."""
+    begin = (turn.continues or 0) + len(turn.prompt)
+    return turn if values is None else replace(turn, trainer_logprobs=values[begin : begin + len(turn.sampled)])
 
 
 def _advantage(values: Sequence[float | None] | None, mask: Sequence[bool]) -> float | None:
