@@ -247,6 +247,28 @@ def test_the_doctor_finds_and_advises(monkeypatch, capsys):
     assert capsys.readouterr().out == " bad  disk: full\n      Free some.\n"
 
 
+def test_the_doctor_tells_what_a_sandbox_gets_here():
+    from gyre_rl.cli import doctor
+
+    class Told:
+        async def examine(self):
+            return (("isolation", "thick", ""), ("limits", "looks", "is slow"))
+
+        async def close(self):
+            """Nothing is held."""
+
+    class Broken(Told):
+        async def examine(self):
+            raise ConfigError("starting it", got="no kernel", expected="one")
+
+    thick, looks = asyncio.run(doctor.told_of("told", Told()))
+    assert (thick.what, thick.level, thick.found) == ("sandbox told: isolation", "ok", "thick")
+    assert (looks.level, looks.fix) == ("warn", "is slow")
+    [broken] = asyncio.run(doctor.told_of("broken", Broken()))
+    assert (broken.level, "no kernel" in broken.found) == ("bad", True)
+    assert doctor.sandboxes in doctor.LOOKS
+
+
 @pytest.mark.slow
 def test_the_whole_doctor_runs(tmp_path):
     found = json.loads(gyre("doctor", "--json", cwd=tmp_path).stdout)

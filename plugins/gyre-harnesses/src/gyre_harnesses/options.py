@@ -46,13 +46,18 @@ class LocalOptions:
     memory_mb: int = 4096
     """Address space of one process; 0: unlimited (node, for one, reserves more than that)."""
     total_memory_mb: int = 4096
-    """Of all processes of a workspace together; a command that exceeds it is ended. Looked at four times a second."""
+    """Of all processes of a workspace together; a command that exceeds it is ended. Without a control group (see
+    `cgroup`) it is looked at four times a second."""
     file_mb: int = 1024
     """Largest file."""
     disk_mb: int = 4096
     """Of workspace, home and tmp together; a command that exceeds it is ended. Looked at four times a second."""
     processes: int = 256
     """Processes and threads of one workspace at a time."""
+    cgroup: str = "auto"
+    """Where control groups for workspaces are made: `auto` (below this process's own group, if the kernel grants it),
+    `none`, or a folder of version 2 that was delegated to this user and holds no process. With a group, the kernel
+    itself keeps `total_memory_mb` and `processes`."""
     cpu_s: int = 3600
     """CPU seconds of one process."""
     open_files: int = 1024
@@ -64,6 +69,10 @@ class LocalOptions:
     def __post_init__(self) -> None:
         owner = "the sandbox 'local'"
         _one_of(owner, "isolation", self.isolation, ISOLATION_LEVELS)
+        if self.cgroup not in ("auto", "none") and not self.cgroup.startswith("/"):
+            raise ConfigError(
+                f"reading {owner} option 'cgroup'", got=repr(self.cgroup), expected="auto, none or an absolute path"
+            )
         _one_of(owner, "network", self.network, ("none", "host"))
         _positive(
             owner,
@@ -167,7 +176,7 @@ class MiniSweOptions:
     """Harness `mini-swe`: the agent of the package mini-swe-agent, unchanged."""
 
     python: str | None = None
-    """Interpreter of an environment that has mini-swe-agent; None: this one."""
+    """Interpreter of an environment that has mini-swe-agent; None: this one, or the environment `harnesses`."""
     config: str = "mini"
     """Its configuration: a name it knows, or a file."""
     model_prefix: str = "openai/"
@@ -241,7 +250,8 @@ class VerifiersOptions:
     environment: str = ""
     """Id of an installed environment (in the package's words: of its taskset). Needed."""
     python: str | None = None
-    """Interpreter of an environment that has verifiers 0.4 and the environment's package; None: this one."""
+    """Interpreter of an environment that has verifiers 0.4 and the environment's package; None: this one, or the
+    environment `harnesses`."""
     arguments: Mapping[str, object] = field(default_factory=dict)
     """Further keys of the environment's `taskset` table."""
     harness: str = "null"

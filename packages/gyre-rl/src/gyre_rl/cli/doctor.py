@@ -6,6 +6,7 @@ libraries are looked at in a process of their own, so that a broken one cannot t
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import platform
@@ -15,12 +16,16 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from gyre_core.environments import find, read_spec
+from gyre_core.errors import GyreError
 from gyre_core.plugins import PluginManager
+from gyre_core.registration import ComponentContext, Kind
 
 from gyre_rl.cli.console import FAILED, Console
 
@@ -132,6 +137,29 @@ def environments() -> Iterator[Finding]:
         yield Finding(f"environment {spec.name}", OK, str(python or absent))
 
 
+def sandboxes() -> Iterator[Finding]:
+    """What workspaces get on this machine, of every sandbox that can tell (`examine`)."""
+    manager = PluginManager.installed()
+    for component in manager.components(Kind.SANDBOX):
+        name = component.registration.name
+        if not component.missing:
+            with tempfile.TemporaryDirectory(prefix="gyre-doctor-") as folder:
+                sandbox = manager.create(Kind.SANDBOX, name, {}, ComponentContext(folder, "doctor"))
+                yield from asyncio.run(told_of(name, sandbox))
+
+
+async def told_of(name: str, sandbox: Any) -> list[Finding]:
+    """What one sandbox says of itself, and close it."""
+    try:
+        examine = getattr(sandbox, "examine", None)
+        told = [] if examine is None else await examine()
+    except GyreError as error:
+        return [Finding(f"sandbox {name}", BAD, str(error))]
+    finally:
+        await sandbox.close()
+    return [Finding(f"sandbox {name}: {what}", WARN if lack else OK, found, lack) for what, found, lack in told]
+
+
 def plugins() -> Iterator[Finding]:
     """What entry points bring, and what is broken."""
     manager = PluginManager.installed()
@@ -154,5 +182,6 @@ LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     accelerators,
     transports,
     plugins,
+    sandboxes,
     environments,
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import socket
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from gyre_core import CapabilityError, ComponentContext, ConfigError, ExecRequest, ExecResult, InfrastructureError
 
 from gyre_harnesses.options import LocalOptions
-from gyre_harnesses.sandbox import paths, snapshots
+from gyre_harnesses.sandbox import cgroups, paths, snapshots
 from gyre_harnesses.sandbox.spawner import Channel, Spawner
 
 _PARTS = ("work", "home", "tmp", "root")
@@ -37,6 +38,15 @@ class Isolation:
     """`namespaces`, `landlock` or `none`."""
     problems: tuple[str, ...] = ()
     """What is open that should not be."""
+    place: cgroups.Place | str = "not looked for"
+    """Where workspaces get control groups; or why they get none."""
+
+    @property
+    def limits(self) -> str:
+        """By what memory and processes are limited, in words."""
+        if isinstance(self.place, str):
+            return f"rlimits and looks ({self.place})"
+        return f"control groups (version {self.place.version})"
 
 
 class LocalWorkspace:
@@ -50,10 +60,12 @@ class LocalWorkspace:
         seen_at: Mapping[str, str],
         env: Mapping[str, str],
         *,
+        group: cgroups.Group | None,
         keep: bool,
         closed: Callable[[LocalWorkspace], None],
     ) -> None:
         self._folder, self._channel, self._keep, self._tell_closed = folder, channel, keep, closed
+        self._group = group
         self._closed = False
         self._level = level
         self.inner_path = seen_at["work"]
@@ -125,6 +137,8 @@ class LocalWorkspace:
         self._closed = True
         self._tell_closed(self)
         self._channel.close()
+        if self._group is not None:
+            await asyncio.to_thread(self._group.end)
         if not self._keep:
             await asyncio.to_thread(remove, self._folder)
 
@@ -155,6 +169,7 @@ class LocalSandbox:
         self._spawner = Spawner()
         self._workspaces: set[LocalWorkspace] = set()
         self._made = 0
+        self._groups = itertools.count()
         self._isolation: Isolation | None = None
         self._probe = asyncio.Lock()
 
@@ -165,16 +180,29 @@ class LocalSandbox:
                 self._isolation = await self._find_isolation()
             return self._isolation
 
+    async def examine(self) -> Sequence[tuple[str, str, str]]:
+        """For `gyre doctor`: what workspaces get on this host, each as (what, found, what is missing of the best)."""
+        found = await self.isolation()
+        looked = "" if isinstance(found.place, cgroups.Place) else "memory is looked at four times a second"
+        return (("isolation", found.level, "; ".join(found.problems)), ("limits", found.limits, looked))
+
     async def _find_isolation(self) -> Isolation:
-        asked = self.options.isolation
+        asked, place = self.options.isolation, await asyncio.to_thread(cgroups.find, self.options.cgroup)
+        if isinstance(place, str) and self.options.cgroup not in ("auto", "none"):
+            raise ConfigError(
+                "starting the sandbox 'local'",
+                got=f"no control group can be made in {self.options.cgroup}: {place}",
+                expected="a delegated folder of version 2 without processes",
+                fix="Set the sandbox's option cgroup to auto, or delegate the folder to this user.",
+            )
         refusals: list[str] = []
         for level in ("namespaces", "landlock", "none") if asked == "auto" else (asked,):
             folder = self._new_folder()
-            channel, hello = await self._spawner.keeper("probe", self._setup(folder, level))
+            channel, hello = await self._spawner.keeper("probe", self._setup(folder, level, None))
             channel.close()
             remove(folder)
             if "error" not in hello:
-                return Isolation(level, (*refusals, *hello["problems"]))
+                return Isolation(level, (*refusals, *hello["problems"]), place)
             refusals.append(f"{level}: {hello['error']}")
             if asked != "auto" or self.options.require:
                 break
@@ -206,7 +234,21 @@ class LocalSandbox:
     def _uid(self) -> int:
         return self.options.uid_base + self._made % _UIDS if os.geteuid() == 0 else os.geteuid()
 
-    def _setup(self, folder: str, level: str) -> dict[str, object]:
+    def _group(self) -> cgroups.Group | None:
+        """A group for a workspace, where they can be made."""
+        place = None if self._isolation is None else self._isolation.place
+        if not isinstance(place, cgroups.Place):
+            return None
+        try:
+            return cgroups.make(
+                place, f"{id(self):x}-{next(self._groups)}", self.options.total_memory_mb << 20, self.options.processes
+            )
+        except OSError as error:
+            raise InfrastructureError(
+                "making a control group for a workspace", got=str(error), expected=f"room in {place.folders[0]}"
+            ) from error
+
+    def _setup(self, folder: str, level: str, group: cgroups.Group | None) -> dict[str, object]:
         options = self.options
         mb = 1 << 20
         return {
@@ -222,19 +264,30 @@ class LocalSandbox:
             "processes": options.processes,
             "cpu_s": options.cpu_s,
             "open_files": options.open_files,
+            "groups": [] if group is None else list(group.folders),
+            "events": "" if group is None else group.events,
         }
 
     async def _workspace(self, name: str, folder: str) -> LocalWorkspace:
         level = (await self.isolation()).level
-        channel, hello = await self._spawner.keeper(name, self._setup(folder, level))
-        if "error" in hello:
-            raise InfrastructureError(f"making workspace {name!r}", got=hello["error"], expected=f"isolation {level!r}")
+        group = self._group()
+        try:
+            channel, hello = await self._spawner.keeper(name, self._setup(folder, level, group))
+            if "error" in hello:
+                raise InfrastructureError(
+                    f"making workspace {name!r}", got=hello["error"], expected=f"isolation {level!r}"
+                )
+        except BaseException:
+            if group is not None:
+                group.end()
+            raise
         workspace = LocalWorkspace(
             folder,
             channel,
             level,
             hello["seen"],
             self.options.env,
+            group=group,
             keep=self.options.keep,
             closed=self._workspaces.discard,
         )

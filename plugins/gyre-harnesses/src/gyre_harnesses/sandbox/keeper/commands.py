@@ -139,6 +139,14 @@ def memory_use(kept: Kept) -> int:
     return total
 
 
+def ended_for_memory(kept: Kept) -> int:
+    """How many processes of the workspace's control group the kernel ended for want of memory; 0 without a group."""
+    if kept.events is None:
+        return 0
+    lines = os.pread(kept.events, 4096, 0).decode().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
 def disk_use(folders: tuple[str, ...]) -> int:
     """Bytes of disk below the folders, links not followed; what vanishes meanwhile is left out."""
     total, ahead = 0, list(folders)
@@ -174,6 +182,7 @@ class _Command:
         self.limit: str | None = None
         self.disk_look = 0.0
         self.pid = 0
+        self.ended_before = ended_for_memory(kept)
 
     def run(self, stdin: bytes) -> tuple[dict[str, Any], bytes]:
         """Reply header, and stdout followed by stderr."""
@@ -270,6 +279,8 @@ class _Command:
             process.kill()
         code = process.wait()
         end_all(self.kept)
+        if self.limit is None and ended_for_memory(self.kept) > self.ended_before:
+            self.limit = "memory"
         for stream in streams:
             while stream.open and self._read(stream):
                 pass
@@ -301,10 +312,16 @@ class _Command:
         elif now >= self.disk_look:
             if disk_use(self.kept.watch) > self.kept.setup.disk_bytes:
                 self.limit = "disk"
-            elif memory_use(self.kept) > self.kept.setup.total_bytes:
+            elif self._over_memory():
                 self.limit = "memory"
             _reap_orphans(self.pid)
             self.disk_look = now + max(_LOOK_S, 10 * (time.monotonic() - now))
+
+    def _over_memory(self) -> bool:
+        """By the kernel's count where there is a group, else by a look."""
+        if self.kept.events is not None:
+            return ended_for_memory(self.kept) > self.ended_before
+        return memory_use(self.kept) > self.kept.setup.total_bytes
 
     def _exit_code(self, code: int) -> int | None:
         if self.limit is not None:

@@ -37,6 +37,10 @@ class Setup:
     processes: int
     cpu_s: int
     open_files: int
+    groups: list[str]
+    """Folders of the control group that the keeper joins, and so all that it starts; empty without one."""
+    events: str
+    """File that counts its processes which the kernel ended for want of memory; empty without one."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,21 @@ class Kept:
     """The keeper is the first process of its own process namespace."""
     before_exec: Callable[[], None] | None
     problems: tuple[str, ...] = ()
+    events: int | None = None
+    """Open descriptor of `Setup.events`, which lies outside of what commands can see."""
 
 
 def enter(setup: Setup) -> Kept:
     """Confine the calling process as `setup.isolation` says; OSError naming the call when the kernel refuses."""
+    for group in setup.groups:
+        with open(f"{group}/cgroup.procs", "w") as file:
+            file.write("0")
+    return _confined(setup, os.open(setup.events, os.O_RDONLY | os.O_CLOEXEC) if setup.events else None)
+
+
+def _confined(setup: Setup, events: int | None) -> Kept:
     if setup.isolation == "namespaces":
-        return _enter_namespaces(setup)
+        return replace(_enter_namespaces(setup), events=events)
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     folder = setup.folder
     kept = Kept(
@@ -70,6 +83,7 @@ def enter(setup: Setup) -> Kept:
         watch=(f"{folder}/work", f"{folder}/home", f"{folder}/tmp"),
         alone=False,
         before_exec=lambda: _confine_child(setup),
+        events=events,
     )
     if setup.isolation == "landlock":
         if linux.landlock_abi() < 1:
