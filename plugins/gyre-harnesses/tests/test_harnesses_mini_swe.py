@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
 import textwrap
+from pathlib import Path
 
+import gyre_harnesses
 import pytest
 from gyre_core import ComponentContext, ExecutionJob, ExecutionStatus, InfrastructureError, Limits, ScorerSpec, Task
 from gyre_core.testing.endpoint import Call, Say, ScriptedEndpoint, in_order
 from gyre_core.testing.harnesses import HarnessConformance, HarnessRig, RecordedEvents
+from gyre_core.testing.support import environment_python
 from gyre_harnesses.mini_swe.harness import MiniSweHarness
 from gyre_harnesses.options import LocalOptions, MiniSweOptions
 from gyre_harnesses.sandbox.local import LocalSandbox
 
-PYTHON = os.environ.get("GYRE_TEST_MINI_SWE_PYTHON") or (
-    sys.executable if importlib.util.find_spec("minisweagent") else None
-)
+ENVIRONMENT = Path(gyre_harnesses.__file__).with_name("environment.toml")
 
 
 def rig(tmp_path, python):
@@ -32,11 +31,10 @@ def rig(tmp_path, python):
 
 
 @pytest.mark.engine
-@pytest.mark.skipif(PYTHON is None, reason="no interpreter with mini-swe-agent; set GYRE_TEST_MINI_SWE_PYTHON")
 class TestMiniSwe(HarnessConformance):
     @pytest.fixture
     def rig(self, tmp_path):
-        return rig(tmp_path, PYTHON)
+        return rig(tmp_path, environment_python(ENVIRONMENT))
 
 
 STAND_IN = """

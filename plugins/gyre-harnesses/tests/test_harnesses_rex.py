@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 import textwrap
 from pathlib import Path
 
+import gyre_harnesses
 import pytest
 from gyre_core import ComponentContext, ConfigError, ExecRequest, InfrastructureError
 from gyre_core.testing.sandboxes import SandboxConformance
+from gyre_core.testing.support import environment_python
 from gyre_harnesses.options import SweRexOptions
 from gyre_harnesses.sandbox.rex import SweRexSandbox
 
-REAL = os.environ.get("GYRE_TEST_SWEREX") or shutil.which("swerex-remote")
+ENVIRONMENT = Path(gyre_harnesses.__file__).with_name("environment.toml")
 
 # As swe-rex 1.x serves: one request at a time, blocking; errors as status 511; texts, not bytes.
 SERVER = """
@@ -76,11 +76,11 @@ class TestRexConformance(SandboxConformance):
 
 
 @pytest.mark.engine
-@pytest.mark.skipif(REAL is None, reason="no swerex-remote here; set GYRE_TEST_SWEREX to one")
 class TestRealRexConformance(SandboxConformance):
     @pytest.fixture
     def make_sandbox(self, tmp_path):
-        return lambda: sandbox(tmp_path, (str(REAL), "--auth-token", "{token}", "--port", "{port}"))
+        program = Path(environment_python(ENVIRONMENT)).with_name("swerex-remote")
+        return lambda: sandbox(tmp_path, (str(program), "--auth-token", "{token}", "--port", "{port}"))
 
 
 async def test_a_daemon_that_left_its_session_ends_with_its_command(tmp_path, standing_in):

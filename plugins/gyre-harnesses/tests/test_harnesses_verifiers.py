@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
+from pathlib import Path
 
+import gyre_harnesses
 import pytest
 from gyre_core import (
     ComponentContext,
@@ -15,19 +17,22 @@ from gyre_core import (
     ExecutionStatus,
     InfrastructureError,
     Limits,
+    ModelEndpoint,
     ScorerSpec,
     ScoringJob,
     Task,
 )
+from gyre_core.settings import inherited_environment
 from gyre_core.testing.endpoint import Refuse, Say, ScriptedEndpoint, in_order
 from gyre_core.testing.folder import FolderWorkspace
 from gyre_core.testing.harnesses import RecordedEvents
+from gyre_core.testing.support import environment_python
 from gyre_harnesses.options import VerifiersOptions, VerifiersScorerOptions
 from gyre_harnesses.verifiers_env.harness import VerifiersHarness
 from gyre_harnesses.verifiers_env.process import ask, environment_config
 from gyre_harnesses.verifiers_env.tasks import VerifiersScorer, VerifiersTaskSet
 
-PYTHON = os.environ.get("GYRE_TEST_VERIFIERS_PYTHON")
+ENVIRONMENT = Path(gyre_harnesses.__file__).with_name("environment.toml")
 
 # What the worker would say: it lists three tasks, and plays by one call to its model.
 STAND_IN = """
@@ -152,39 +157,95 @@ class ShoutTaskset(vf.Taskset[ShoutTask, vf.TasksetConfig]):
 
 __all__ = ["ShoutTaskset"]
 """
+SHELF = """
+import verifiers.v1 as vf
+
+PAGES = {"ant": 3, "bee": 7}
+
+class Shelf(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    async def look(self, word: str) -> str:
+        'Say on which page a word stands.'
+        return f"page {PAGES[word]}"
+
+class SumTask(vf.Task[vf.TaskData]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Shelf(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def right(self, trace) -> float:
+        return float(trace.last_reply.strip() == str(sum(PAGES.values())))
+
+class ShelfTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
+    def load(self):
+        yield SumTask(vf.TaskData(prompt="Add the pages of ant and bee."), self.config.task)
+
+__all__ = ["ShelfTaskset"]
+"""
 
 
-@pytest.mark.engine
-@pytest.mark.skipif(PYTHON is None, reason="no interpreter with verifiers; set GYRE_TEST_VERIFIERS_PYTHON")
-@pytest.mark.timeout(600)
-async def test_the_package_itself_through_the_recording_proxy(tmp_path):
-    """Its environment, its harness, its reward; streamed through the gate and the proxy; every token on record."""
+async def really_play(tmp_path, name, source, index, *texts):
+    """One episode of an environment by the package itself, through the gate and the recording proxy: how it ended, what
+    prompts the engine saw, the tasks. Every token that the engine saw is on record, and no law is broken."""
     tito = pytest.importorskip("gyre_tito")
+    from gyre_tito.check_files import check_path, reader_of
     from gyre_tito.testing import BookkeepingEngine, scripted, tiny_format
 
-    (tmp_path / "shout.py").write_text(SHOUT)
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}  # its chat loop is a script that uv prepares
-    options = VerifiersOptions(environment="shout", python=PYTHON, env=env)
+    (tmp_path / f"{name}.py").write_text(source)
+    python = environment_python(ENVIRONMENT, os.environ.get("GYRE_TEST_VERIFIERS_PYTHON"))
+    # Its chat loop is a script that uv prepares; the environment has one.
+    path = os.pathsep.join([os.path.dirname(python), os.environ["PATH"]])
+    env = {**inherited_environment(), "PYTHONPATH": str(tmp_path), "PATH": path}
+    options = VerifiersOptions(environment=name, python=python, env=env)
     context = ComponentContext(str(tmp_path), "test")
     listed = VerifiersTaskSet(options, context)
     tasks = {t.metadata["index"]: t for split in ("train", "heldout") for t in listed.tasks(split)}
-    assert [tasks[i].prompt for i in (0, 1)] == ["Shout ant.", "Shout bee."]
     chat = tiny_format()
-    engine = BookkeepingEngine(scripted(chat, "BEE!"))
+    engine = BookkeepingEngine(scripted(chat, *texts))
     with tito.Store.open(tmp_path / "t.db", writable=True) as store:
         service = tito.TitoService(engine, store, chat)
         proxy = tito.ProxyServer(service)
         await proxy.start()
         try:
             opened = await service.open_execution(tito.ExecutionSpec("e", "t"))
-            from gyre_core import ModelEndpoint
-
-            job = ExecutionJob("e", tasks[1], ModelEndpoint(opened.base_url, opened.api_key, "policy"), Limits())
-            harness = VerifiersHarness(options, context)
-            end = await harness.run(job, FolderWorkspace(str(tmp_path)), RecordedEvents())
+            endpoint = ModelEndpoint(opened.base_url, opened.api_key, "policy")
+            job = ExecutionJob("e", tasks[index], endpoint, Limits())
+            end = await VerifiersHarness(options, context).run(job, FolderWorkspace(str(tmp_path)), RecordedEvents())
+            await service.close_execution("e", tito.Status(end.status.value), tito.Score(0.0))
         finally:
             await proxy.stop()
             await service.close()
-        assert (end.status, end.turns) == (ExecutionStatus.COMPLETED, 1)
-        assert end.evidence["rewards"] == {"loud": 0.5}
-        assert store.load_tree("e").sampled_count == len(engine.books[0].sampled)
+        tree = store.load_tree("e")
+        for entry in engine.books:
+            seen = tree.path_ids(int(entry.call.call_id.rpartition("#")[2])).tolist()
+            assert seen == [*entry.prompt.tolist(), *entry.sampled]
+        assert tree.sampled_count == sum(len(entry.sampled) for entry in engine.books)
+    findings = check_path(tmp_path / "t.db", reader=reader_of(chat)).findings
+    assert [one for one in findings if one.severity != "note"] == []
+    return end, [chat.tokenizer.decode(entry.prompt.tolist()) for entry in engine.books], tasks
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+async def test_the_package_itself_through_the_recording_proxy(tmp_path):
+    """Its environment, its harness, its reward; streamed through the gate and the proxy."""
+    end, prompts, tasks = await really_play(tmp_path, "shout", SHOUT, 1, "BEE!")
+    assert [tasks[i].prompt for i in (0, 1)] == ["Shout ant.", "Shout bee."]
+    assert (end.status, end.turns, len(prompts)) == (ExecutionStatus.COMPLETED, 1, 1)
+    assert end.evidence["rewards"] == {"loud": 0.5}
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("last", "reward"), [("10", 1.0), ("11", 0.0)])
+async def test_an_environment_with_tools_over_several_turns(tmp_path, last, reward):
+    """The tools are the environment's own server's; what they answer is in the next prompt."""
+    use = '<tool_call>\n{{"name": "look", "arguments": {{"word": "{}"}}}}\n</tool_call>'
+    texts = (use.format("ant"), use.format("bee"), last)
+    end, prompts, _ = await really_play(tmp_path, "shelf", SHELF, 0, *texts)
+    assert (end.status, end.turns, len(prompts)) == (ExecutionStatus.COMPLETED, 3, 3)
+    assert [("page 3" in text, "page 7" in text) for text in prompts] == [(False, False), (True, False), (True, True)]
+    assert end.evidence["rewards"] == {"right": reward}

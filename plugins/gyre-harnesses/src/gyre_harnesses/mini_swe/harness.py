@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import tempfile
 import time
 from typing import Any
@@ -29,6 +28,7 @@ from gyre_core import (
 )
 
 from gyre_harnesses.command.gate import Gate, Tally
+from gyre_harnesses.foreign import interpreter
 from gyre_harnesses.options import MiniSweOptions
 
 _WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
@@ -81,7 +81,7 @@ class MiniSweHarness:
             "OPENAI_API_BASE": base,
             "OPENAI_API_KEY": job.execution,
         }
-        python = self.options.python or sys.executable
+        python = interpreter(self.options.python, "minisweagent")
         try:
             return await asyncio.create_subprocess_exec(
                 python,
@@ -172,7 +172,7 @@ class _Talk:
                     "running mini-swe-agent",
                     got=f"its process ended: {self.errors.decode('utf-8', 'replace').strip()[-800:]}",
                     expected="an interpreter that has mini-swe-agent 2",
-                    fix="Install mini-swe-agent there, or set the harness's option python.",
+                    fix="Install mini-swe-agent there, build the environment `harnesses`, or set the option python.",
                 )
             said: dict[str, Any] = json.loads(line)
             if "end" in said:

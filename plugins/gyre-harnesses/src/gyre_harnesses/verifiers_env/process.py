@@ -11,18 +11,18 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 from gyre_core import InfrastructureError
 
+from gyre_harnesses.foreign import interpreter
 from gyre_harnesses.options import VerifiersOptions
 
 _WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
 _LINE_BYTES = 1 << 26
-_FIX = "Install verifiers 0.4 and the environment's package there, or set the option python."
+_FIX = "Install verifiers 0.4 and the environment's package there, or set the option python to where they are."
 
 
 def environment(options: VerifiersOptions, home: str, key: str) -> dict[str, str]:
@@ -40,11 +40,12 @@ def environment_config(options: VerifiersOptions) -> dict[str, Any]:
 
 async def ask(options: VerifiersOptions, job: Mapping[str, Any], key: str, timeout_s: float | None) -> dict[str, Any]:
     """The worker's answer; TimeoutError when it takes longer."""
+    python = interpreter(options.python, "verifiers")
     doing = f"running the verifiers environment {options.environment!r}"
     with tempfile.TemporaryDirectory(prefix="gyre-verifiers-") as home:
         try:
             worker = await asyncio.create_subprocess_exec(
-                options.python or sys.executable,
+                python,
                 _WORKER,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -55,7 +56,7 @@ async def ask(options: VerifiersOptions, job: Mapping[str, Any], key: str, timeo
                 start_new_session=True,
             )
         except OSError as error:
-            raise InfrastructureError(doing, got=str(error), expected=f"{options.python} to run", fix=_FIX) from error
+            raise InfrastructureError(doing, got=str(error), expected=f"{python} to run", fix=_FIX) from error
         try:
             line = json.dumps(job).encode() + b"\n"
             async with asyncio.timeout(timeout_s):
