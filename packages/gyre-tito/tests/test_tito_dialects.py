@@ -17,9 +17,9 @@ SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
 
 
 class Bench:
-    def __init__(self, tmp_path, *texts, chunk=1):
+    def __init__(self, tmp_path, *texts, chunk=1, delay=0.0):
         self.chat = tiny_format()
-        self.engine = BookkeepingEngine(scripted(self.chat, *texts), chunk=chunk)
+        self.engine = BookkeepingEngine(scripted(self.chat, *texts), chunk=chunk, delay=delay)
         self.store = Store.open(tmp_path / "s.db", writable=True, durability="process")
         self.service = TitoService(self.engine, self.store, self.chat)
         self.server = ProxyServer(self.service)
@@ -339,6 +339,21 @@ async def test_what_cannot_be_honoured_is_refused(tmp_path):
             assert (status, answer["error"]["param"]) == (400, "echo")
         fine = {"functions": [], "chat_template_kwargs": {}, "guided_json": None, "response_format": {"type": "text"}}
         assert (await bench.post("/v1/chat/completions", {"messages": messages, **fine}))[0] == 200
+
+
+async def test_a_stream_holds_nothing_of_its_stop_string(tmp_path):
+    async with Bench(tmp_path, *["an ENTRY\nEND or so"] * 3, delay=0.001) as bench:
+        stop = ["never", "\nEND"]
+        asked = {"messages": [{"role": "user", "content": "u"}], "stop": stop}
+        events = await bench.events("/v1/chat/completions", asked)
+        chat = [event["choices"][0]["delta"].get("content") or "" for event in events]
+        events = await bench.events("/v1/completions", {"prompt": "u", "stop": stop, "max_tokens": 40})
+        plain = [choice["text"] for event in events for choice in event["choices"]]
+        asked = {"messages": asked["messages"], "max_tokens": 40, "stop_sequences": stop}
+        events = await bench.events("/v1/messages", asked)
+        anthropic = [event["delta"]["text"] for event in events if event.get("delta", {}).get("text")]
+        assert ["".join(one) for one in (chat, plain, anthropic)] == ["an ENTRY"] * 3
+        assert all(sum(map(bool, one)) > 1 for one in (chat, plain, anthropic))
 
 
 async def test_token_counts_end_a_stream_when_asked(tmp_path):

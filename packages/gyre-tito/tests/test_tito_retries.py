@@ -74,7 +74,9 @@ MORE = [
     ("messages", {}, 1),
     ("messages", {"stop_sequences": ["e"]}, 1),
     ("responses", {}, 1),
-    ("completions", {"prompt": ["u", "v"], "n": 2, "logprobs": 1, "echo": True}, 4),
+    ("responses", {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, 1),
+    ("completions", {"prompt": ["u", "v"], "n": 2, "logprobs": 1}, 4),
+    ("completions", {"prompt": ["u", "v"], "n": 2, "echo": True}, 4),
 ]
 
 

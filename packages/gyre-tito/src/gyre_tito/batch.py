@@ -56,7 +56,7 @@ class Batch:
     def add(self, run: CallRun) -> None:
         """One more call of this request."""
         self.runs.append(run)
-        self._texts.append(GrowingText(self.prefill))
+        self._texts.append(GrowingText(self.prefill, run.reading.stop))
 
     async def finish(self) -> Answer:
         """Wait for every call. Error: `ApiError` if one was cut."""

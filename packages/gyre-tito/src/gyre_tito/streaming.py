@@ -17,10 +17,12 @@ _HELD_BACK = 24
 
 
 class GrowingText:
-    """Text of one choice on its way to a client, who has written its beginning (`prefill`) itself."""
+    """Text of one choice on its way to a client, who has written its beginning (`prefill`) itself and wants none of
+    `stops` in it."""
 
-    def __init__(self, prefill: str = "") -> None:
+    def __init__(self, prefill: str = "", stops: tuple[str, ...] = ()) -> None:
         self._prefill = prefill
+        self._stops = stops
         self.content = prefill
         self.reasoning = ""
         self._parsed_at = 0
@@ -36,7 +38,9 @@ class GrowingText:
     def grow(self, turn: ParsedTurn, tokens: int) -> tuple[str, str]:
         """Take in an unfinished turn; returns (content, reasoning) that is new and certain."""
         self._parsed_at, self._parsed_when = tokens, time.monotonic()
-        content = _certain(turn.content) if not turn.tool_calls and not turn.broken_calls else self.content
+        content = self.content
+        if not turn.tool_calls and not turn.broken_calls:
+            content = _without_begun(_certain(turn.content), self._stops)
         reasoning = _certain((turn.reasoning or "").lstrip())
         return self._emit(content, reasoning)
 
@@ -72,3 +76,11 @@ def _certain(text: str) -> str:
     if markup >= 0 and ">" not in text[markup:]:
         text = text[:markup]
     return text.rstrip()
+
+
+def _without_begun(text: str, stops: tuple[str, ...]) -> str:
+    """Text without an end that may be the beginning of a stop string."""
+    begun = (
+        size for stop in stops for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])
+    )
+    return text[: len(text) - max(begun, default=0)]
