@@ -1,13 +1,15 @@
 """An engine plugin against a plain client of the same server: what our adapter costs.
 
-python benchmarks/engine_adapter.py --engine vllm|sglang [--json] [--calls 64] [--prompt 64] [--tokens 64] [--rounds 5]
+python benchmarks/engine_adapter.py --engine vllm|sglang [--json] [--calls 64] [--prompt 64] [--tokens 64] [--rounds 24]
 
 Starts the engine's server with a tiny random Qwen3 (so that the clients' and the server's own work weighs most), then
 lets both sides run `calls` concurrent streamed calls of token ids with logprobs, in turns: ours, peer, ours, peer, ...
-The first round is thrown away. `overhead` is 1 - ours / peer of the median tokens per second; negative means that ours
-is faster. The peer is the official openai client; for SGLang, which is started without a tokenizer, a bare loop over
-the events of /generate, as SGLang's own load generator reads them. Where the engine has a way to gather tokens
-("gathered"), it is measured too, for information. The last line is one JSON object.
+The first round is thrown away. `overhead` is 1 - ours / peer of the tokens per second in one round, the median of all
+rounds; negative means that ours is faster. The peer is what the server's makers hand out to talk to it, and keeps what
+a trainer needs: token ids, logprobs, finish reason. For vLLM that is the official openai client. SGLang, which is
+started without a tokenizer, has only /generate; the peer is the loop of its own load generator (aiohttp, a line at a
+time, `json.loads`; `sglang.benchmark.serving`) over kept connections, checking nothing. Where the engine has a way to
+gather tokens ("gathered"), it is measured too, for information. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -67,29 +69,41 @@ async def peers(client: Any, model: str, prompts: list[list[int]], tokens: int) 
             stream_options={"include_usage": True},
             extra_body={"ignore_eos": True, "return_token_ids": True, "return_tokens_as_token_ids": True},
         )  # fmt: skip
-        found = 0
+        ids: list[int] = []
+        logprobs: list[float] = []
         async for event in stream:
-            if event.usage is not None:
-                found = event.usage.completion_tokens
-        return found
+            for choice in event.choices:
+                ids += choice.token_ids or ()
+                logprobs += choice.logprobs.token_logprobs if choice.logprobs else ()
+                finish = choice.finish_reason
+        assert len(logprobs) == len(ids)
+        assert finish == "length"
+        return len(ids)
 
     return sum(await asyncio.gather(*map(one, prompts)))
 
 
 async def bare_sglang(http: Any, url: str, prompts: list[list[int]], tokens: int) -> int:
-    """Nothing but what the wire demands: send, split events, read JSON, count."""
+    """The loop of SGLang's load generator, keeping ids, logprobs and the reason of the end."""
 
     async def one(prompt: list[int]) -> int:
         body = {
             "input_ids": prompt, "stream": True, "return_logprob": True,
             "sampling_params": {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True},
         }  # fmt: skip
-        found = 0
+        ids: list[int] = []
+        logprobs: list[float] = []
         async with http.post(url + "/generate", json=body) as response:
             async for line in response.content:
-                if line.startswith(b"data:") and b"[DONE]" not in line:
-                    found = json.loads(line[5:])["meta_info"]["completion_tokens"]
-        return found
+                text = line.strip().decode().removeprefix("data: ")
+                if text and text != "[DONE]":
+                    event = json.loads(text)
+                    ids += event["output_ids"]
+                    logprobs += [pair[0] for pair in event["meta_info"]["output_token_logprobs"]]
+                    finish = event["meta_info"]["finish_reason"]
+        assert len(logprobs) == len(ids)
+        assert finish["type"] == "length"
+        return len(ids)
 
     return sum(await asyncio.gather(*map(one, prompts)))
 
@@ -101,7 +115,10 @@ async def peer_of(engine: str, url: str) -> AsyncIterator[tuple[str, Callable[[l
         import aiohttp
 
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-            yield "a bare aiohttp loop over the events of /generate on the same server", partial(bare_sglang, http, url)
+            yield (
+                "the aiohttp loop of SGLang's load generator over /generate on the same server",
+                partial(bare_sglang, http, url),
+            )
         return
     import openai
 
@@ -159,6 +176,7 @@ async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     finally:
         await stack.aclose()
         await engine.close()
+    ratios = [mine / peers for mine, peers in zip(found["ours"], found["peer"], strict=True)]
     medians = {name: statistics.median(speeds) for name, speeds in found.items()}
     return {
         "benchmark": "engine_adapter",
@@ -167,7 +185,7 @@ async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "tokens_per_s": {name: round(value, 1) for name, value in medians.items()},
         "all": {name: [round(speed, 1) for speed in speeds] for name, speeds in found.items()},
         "client_cpu_us_per_token": {name: round(statistics.median(spent[1:]), 1) for name, spent in cpu.items()},
-        "overhead": round(1 - medians["ours"] / medians["peer"], 4),
+        "overhead": round(1 - statistics.median(ratios), 4),
         "bound": BOUND,
         "peer": peer_name,
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores shared by server and client, no accelerator",
@@ -179,7 +197,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=sorted(OPTIONS), required=True)
     parser.add_argument("--python", default="", help="interpreter of the engine's environment, if not the built one")
     parser.add_argument("--json", action="store_true", help="without the summary in words")
-    for name, default in (("calls", 64), ("prompt", 64), ("tokens", 64), ("rounds", 5)):
+    for name, default in (("calls", 64), ("prompt", 64), ("tokens", 64), ("rounds", 24)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

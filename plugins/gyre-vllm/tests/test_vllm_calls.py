@@ -135,6 +135,23 @@ async def test_a_wish_for_experts_is_refused_when_the_server_gives_none(served: 
         [c async for c in engine.generate(GenerateRequest("x", "s", [1], SamplingParams(2), routed_experts=True))]
 
 
+@pytest.mark.parametrize(("wanted", "first"), [(None, 29), (0, 0), (20, 20), (-1, 0), (99, 29)])
+async def test_experts_come_from_where_they_are_wanted(served: Any, wanted: int | None, first: int) -> None:
+    server, engine = await served({"routed_experts": True})
+    server.experts = True
+    assert EngineCapability.ROUTED_EXPERTS in engine.capabilities
+    request = GenerateRequest("x", "s", list(range(30)), SamplingParams(6), True, wanted)
+    *_, last = [chunk async for chunk in engine.generate(request)]
+    assert last.routed_from == first
+    assert last.routed_experts[:, 0, 0].tolist() == list(range(first, 30 + 6 - 1))
+
+
+async def test_experts_that_do_not_come_are_missed(served: Any) -> None:
+    _, engine = await served({"routed_experts": True})
+    with pytest.raises(InfrastructureError, match="without routed experts"):
+        [c async for c in engine.generate(GenerateRequest("x", "s", [1], SamplingParams(2), routed_experts=True))]
+
+
 async def test_without_our_extension_only_what_the_server_can_give_is_promised(served: Any, ask: Any) -> None:
     """Raw logprobs are those of temperature 1; anything else would be another distribution's."""
     _, engine = await served(extension=False)

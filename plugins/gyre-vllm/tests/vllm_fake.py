@@ -8,6 +8,8 @@ pauses, aborts and answers worker calls as the real server does.
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import itertools
 import json
 import struct
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 VOCAB, BLOCK, CONTEXT = 97, 8, 256
@@ -73,6 +76,8 @@ class FakeVLLM:
         self.totals = {"local_compute": 0, "local_cache_hit": 0, "generation": 0}
         self.log: list[str] = []
         self.bodies: list[dict[str, Any]] = []
+        self.experts = False
+        """Each answer ends with the experts of its passes: the positions that they read, three layers, two each."""
         self.hold_s = 0.0
         """Tokens reach the connection this much later than they are sampled."""
         self._names = itertools.count()
@@ -226,6 +231,11 @@ class FakeVLLM:
         choice["logprobs"] = {"content": content}
         if last and call.sampled:
             choice["weight_versions"] = _spans(["wrong" if "spans" in self.faults else v for v in call.versions])
+        if last and self.experts:
+            first = self.bodies[-1]["sampling_params"].get("routed_experts_prompt_start", 0)
+            rows = np.arange(first, call.prompt + len(call.sampled) - 1, dtype=np.uint8)
+            np.save(file := io.BytesIO(), np.repeat(rows, 6).reshape(-1, 3, 2))
+            choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
         return {"request_id": call.id, "choices": [choice]}
 
     async def _event(self, answer: web.StreamResponse, event: dict[str, Any]) -> None:

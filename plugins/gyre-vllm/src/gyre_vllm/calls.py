@@ -54,6 +54,14 @@ class RunningCall:
         self.computed = 0
         self.over = False
 
+    @property
+    def routed_from(self) -> int | None:
+        """First position whose experts are asked for, if any: at the latest that of the first token's own pass."""
+        if not self.request.routed_experts:
+            return None
+        last, wanted = len(self.prompt) - 1, self.request.routed_from
+        return last if wanted is None else min(max(wanted, 0), last)
+
     def drop(self) -> None:
         """Close the present answer; its reader ends."""
         if self.answer is not None:
@@ -130,7 +138,7 @@ async def run_segment(
     segment = Segment(call, vocab)
     body = request_body(
         model, [*call.prompt, *call.sampled], call.request.sampling, call.limit - len(call.sampled), salt,
-        every=every, transfer=call.transfer,
+        every=every, transfer=call.transfer, routed_from=call.routed_from,
     )  # fmt: skip
     try:
         async with client.stream(body, call.server_id, call.doing) as answer:
@@ -171,4 +179,10 @@ def _end(call: RunningCall, segment: Segment) -> GenerateChunk:
         finish = FinishReason.ABORT
     if call.cut is Cut.RESTART and finish in (None, FinishReason.ABORT):
         return last
-    return GenerateChunk(last.token_ids, last.logprobs, last.versions, finish, call.cached or 0, segment.experts)
+    if call.routed_from is not None and segment.experts is None and finish is not FinishReason.ABORT:
+        raise InfrastructureError(
+            call.doing, got="an answer without routed experts", expected="those of its passes",
+            fix="Start the server with --enable-return-routed-experts, for a model with experts.",
+        )  # fmt: skip
+    known = None if segment.experts is None else call.routed_from
+    return GenerateChunk(last.token_ids, last.logprobs, last.versions, finish, call.cached or 0, segment.experts, known)

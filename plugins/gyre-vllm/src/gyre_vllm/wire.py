@@ -100,8 +100,10 @@ def request_body(
     *,
     every: int = 1,
     transfer: dict[str, Any] | None = None,
+    routed_from: int | None = None,
 ) -> bytes:
-    """JSON for `GENERATE`. `salt` keeps this prefix cache apart from those of other weights."""
+    """JSON for `GENERATE`. `salt` keeps this prefix cache apart from those of other weights; with `routed_from` the
+    experts of the passes from that position on are wanted."""
     how: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": sampling.temperature,
@@ -116,6 +118,8 @@ def request_body(
         how["seed"] = sampling.seed & ((1 << 63) - 1)
     if every > 1:
         how["stream_interval"] = every
+    if routed_from is not None:
+        how["routed_experts_prompt_start"] = routed_from
     body: dict[str, Any] = {
         "model": model,
         "token_ids": prompt,
