@@ -45,7 +45,7 @@ def workers(tmp_path):
         assert "worker" in process.stdout.readline()
     yield [f"http://127.0.0.1:{port + number}" for number in range(2)]
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=120) == 0
     process.stdout.close()
 
 
