@@ -81,7 +81,7 @@ async def test_an_update_in_mid_call_marks_each_token(engine_of: Any, toy: Any, 
 
 async def test_an_answer_that_is_read_seldom_misses_nothing(engine_of: Any, toy: Any, version: Any) -> None:
     """Read once an hour: a call's first token, its end and a change of weights come through at once all the same."""
-    engine, _ = await engine_of(chunk_s=3600.0)
+    engine, _ = await engine_of(chunk_s=3600.0, stall_s=7200.0)
     whole = await call(engine, PROMPT, 60, name="whole")
     assert whole.ids == toy.tokens(PROMPT, ["0"] * 60)
     assert len(whole.chunks) < 10

@@ -53,6 +53,7 @@ def test_a_plan_for_a_cpu() -> None:
     found = flags(made.argv)
     assert made.argv[2] == "gyre_sglang_server.serve"
     assert (found["--device"], found["--attention-backend"]) == ("cpu", "torch_native")
+    assert "--sleep-on-idle" in made.argv
     assert (found["--max-total-tokens"], found["--max-running-requests"]) == ("1008", "32")
     assert made.env["SGLANG_PLATFORM"] == "gyre_cpu"
     assert made.env["OMP_NUM_THREADS"] == "2"
@@ -90,6 +91,7 @@ def test_sizes_that_do_not_fit_the_cell(sizes: Any) -> None:
     "bad",
     [
         {"url": "http://x", "python": "y"}, {"dtype": "int4"}, {"on_update": "hope"}, {"overlap": True},
+        {"chunk_s": 5.0, "stall_s": 4.0},
         {"mem_fraction_static": 1.0}, {"context_length": -1}, {"page_size": 0}, {"stall_s": 0.0},
     ],
 )  # fmt: skip

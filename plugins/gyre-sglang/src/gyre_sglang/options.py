@@ -86,6 +86,10 @@ class SGLangOptions:
         for name in ("context_length", "max_running", "kv_tokens", "tp", "kv_share_gb", "chunk_s"):
             if getattr(self, name) < 0:
                 raise _wrong(name, getattr(self, name), "0 or more")
+        if self.chunk_s >= self.stall_s:
+            raise _wrong(
+                "chunk_s", self.chunk_s, "less than stall_s, after which a server that is not heard has failed"
+            )
         for name in ("page_size", "dp", "ep", "start_timeout_s", "request_timeout_s", "weights_timeout_s", "stall_s"):
             if not getattr(self, name) > 0:
                 raise _wrong(name, getattr(self, name), "more than 0")

@@ -68,6 +68,7 @@ def launch_plan(
     flags += [] if options.command else ["--custom-weight-loader", LOADER]
     flags += ["--api-key", options.api_key] if options.api_key else []
     flags += ["--device", "cpu", "--attention-backend", "torch_native"] if cpu else ["--enable-memory-saver"]
+    flags += ["--sleep-on-idle"] if cpu else []  # its scheduler else spins on a core that others need
     words = (*flags, *options.arguments)
     spare = (*start, "--spare") if cpu and options.cpu_spare and not options.command else ()
     return LaunchPlan((*start, *words), _variables(cpu, threads, orders), port, spare, words)
