@@ -117,8 +117,11 @@ def test_a_policy_that_changed_on_the_way_is_not_guessed_at(tmp_path):
     rollout = one(tmp_path, episode(trace(), start=5, end=6))
     assert [turn.versions for turn in rollout.turns] == [None] * 3
     assert rollout.version_span == (5, 6)
-    (found,) = check_path(tmp_path / "traces.jsonl").findings
-    assert (found.code, found.severity) == ("version-mixed", "warning")
+    with Store.open(tmp_path / "s.db", writable=True) as store:
+        asyncio.run(import_file(tmp_path / "traces.jsonl", store))
+    for path in ("traces.jsonl", "s.db"):
+        (found,) = check_path(tmp_path / path).findings
+        assert (found.code, found.severity) == ("version-mixed", "warning")
 
 
 @pytest.mark.parametrize(

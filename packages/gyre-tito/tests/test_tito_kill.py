@@ -124,6 +124,6 @@ def test_a_killed_proxy_loses_no_answered_call(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_two_hundred_kills(tmp_path):
     assert run(tmp_path / "s.db", 200)

@@ -139,7 +139,7 @@ def describe(info: ExecutionInfo) -> dict[str, Any]:
 async def _read(request: web.Request, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(await request.read(), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, web.RequestPayloadError) as error:
         raise ApiError(400, "invalid_request", f"the request body: {error}") from error
 
 

@@ -157,6 +157,7 @@ def _as_rollout(info: ExecutionInfo, calls: list[CallRecord]) -> Rollout:
         step=info.step,
         status=info.status,
         score=None if info.score is None else info.score.value,
+        version_span=tuple(info.metadata.get("version_span", ())) if "imported_from" in info.metadata else (),
         metadata=dict(info.metadata),
         purpose=info.purpose,
     )

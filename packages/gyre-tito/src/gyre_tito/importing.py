@@ -99,6 +99,8 @@ async def _import(
         rollout = encoded_text(rollout, chat)
     execution = f"{prefix}{rollout.execution}" + (f"#{rollout.row}" if rollout.row else "")
     metadata = {**rollout.metadata, "imported_from": path.name, "format": form, "advantage": rollout.advantage}
+    if rollout.version_span:
+        metadata["version_span"] = list(rollout.version_span)
     known = {one.execution for one in store.executions(execution=execution)}
     if known:
         execution = f"{execution}#{number}"
