@@ -231,10 +231,15 @@ class CallChecks:
                 with pytest.raises(CapabilityError):
                     [chunk async for chunk in engine.generate(wished)]
                 return
-            chunks = [chunk async for chunk in engine.generate(wished)]
-            experts = [chunk.routed_experts for chunk in chunks if chunk.token_ids]
-            assert all(rows is not None and len(rows.shape) == 3 for rows in experts)
-            assert sum(rows.shape[0] for rows in experts if rows is not None) >= 3
+            for first in (None, 0, 4):
+                wished = type(plain)(f"e{first}", "s", plain.prompt_ids, plain.sampling, True, first)
+                chunks = [chunk async for chunk in engine.generate(wished)]
+                experts = [(chunk.routed_from, chunk.routed_experts) for chunk in chunks]
+                known = [(5 if begins is None else begins, rows) for begins, rows in experts if rows is not None]
+                assert all(len(rows.shape) == 3 for _, rows in known)
+                assert known[0][0] >= (5 if first is None else first), "rows that nobody asked for"
+                assert known[0][0] <= 5, "the pass over the prompt's last token made the first token"
+                assert sum(rows.shape[0] for _, rows in known) == 6 + 3 - 1 - known[0][0], "a row for each pass"
 
     async def test_calls_outside_its_life_are_refused(self, rig: EngineRig) -> None:
         """Before start and after close: InfrastructureError, and nobody waits for ever."""
