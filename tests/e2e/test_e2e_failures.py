@@ -27,6 +27,7 @@ from gyre_core import (
     ExecutionEnd,
     ExecutionStatus,
     InfrastructureError,
+    PluginManager,
     Purpose,
     Score,
     ScorerSpec,
@@ -200,7 +201,7 @@ async def sample(folder: Path, faults: Faults, **rollout_options: Any) -> Result
     )
     groups = Groups(rollout, config, rollout.post)
     driver = RunDriver(SimpleNamespace(), rollout, groups, bus, spawn)  # type: ignore[arg-type]
-    runner = SchedulerRunner(make_scheduler(config, 0), driver)
+    runner = SchedulerRunner(make_scheduler(config, PluginManager.installed(), 0), driver)
     async with runner, asyncio.timeout(60):
         for number, role in enumerate((Role.TRAIN, Role.ROLLOUT)):
             now = time.monotonic()
