@@ -49,6 +49,8 @@ def _cells(w: World) -> None:
         _must(cell.kv_held == sum(x.context for x in cell.sessions.values()), f"{cell.id}: KV sum")
         calling = sum(x.phase is SessionPhase.CALLING for x in cell.sessions.values())
         _must(cell.calling == calling, f"{cell.id}: {cell.calling} calls, counted {calling}")
+    free = {c.order for c in members.values() if c.has_slot(w.config.overload)}
+    _must(w.rollout.free == free, f"cells with a free slot: {w.rollout.free}, counted {free}")
     _must(w.slots == sum(c.slots for c in members.values()), "slots of the rollout cells")
     _must(w.kv_tokens == sum(c.kv_tokens for c in members.values()), "KV of the rollout cells")
     said = sum(c.growth_tps for c in members.values())

@@ -53,12 +53,12 @@ class LoadIndex:
     def least(self, ok: Callable[[Cell], bool] | None = None, tries: int = 16) -> Cell | None:
         """The least loaded member that is ``ok``, looking at no more than ``tries`` that are not."""
         heap, members, floor = self._heap, self.members, self._floor
-        skipped: list[tuple[float, int]] = []
+        skipped: dict[int, float] = {}
         found: Cell | None = None
         while heap and len(skipped) < tries:
             key, order = heap[0]
-            if floor.get(order) != key:
-                heapq.heappop(heap)
+            if floor.get(order) != key or order in skipped:
+                heapq.heappop(heap)  # a leftover, or one that became valid again beside the entry just looked at
                 continue
             cell = members[order]
             load = cell.load()
@@ -69,24 +69,29 @@ class LoadIndex:
                 found = cell
                 break
             else:
-                skipped.append(heapq.heappop(heap))
-        for entry in skipped:
-            heapq.heappush(heap, entry)
+                skipped[order] = heapq.heappop(heap)[0]
+        for order, key in skipped.items():
+            heapq.heappush(heap, (key, order))
         return found
 
 
 class Fleet:
-    """All rollout cells that take sessions, one index per weight version."""
+    """All rollout cells that take sessions, one index per weight version. ``free``: those with a slot for one more
+    call, so that a cluster that is full answers at once, however many ask.
+    """
 
-    __slots__ = ("_by_version", "members")
+    __slots__ = ("_by_version", "_overload", "free", "members")
 
-    def __init__(self) -> None:
+    def __init__(self, overload: float = 1.0) -> None:
+        self._overload = overload
         self.members: dict[int, Cell] = {}
+        self.free: set[int] = set()
         self._by_version: dict[int, LoadIndex] = {}
 
     def add(self, cell: Cell) -> None:
         """``cell`` takes sessions from now on."""
         self.members[cell.order] = cell
+        self.recount(cell)
         index = self._by_version.get(cell.version)
         if index is None:
             index = self._by_version[cell.version] = LoadIndex()
@@ -95,10 +100,19 @@ class Fleet:
     def remove(self, cell: Cell) -> None:
         """``cell`` takes no sessions any more."""
         if self.members.pop(cell.order, None) is not None:
+            self.free.discard(cell.order)
             index = self._by_version[cell.version]
             index.remove(cell)
             if not index.members:
                 del self._by_version[cell.version]
+
+    def recount(self, cell: Cell) -> None:
+        """``cell`` got or lost a call."""
+        if cell.has_slot(self._overload):
+            if cell.order in self.members:
+                self.free.add(cell.order)
+        else:
+            self.free.discard(cell.order)
 
     def lighter(self, cell: Cell) -> None:
         """The load of ``cell`` went down."""

@@ -198,7 +198,7 @@ def _drain(w: World, cell: Cell) -> None:
         carry = w.config.carry_kv and w.costs.carry_pays(session.context)
         if (carry or calling) and cell.moves_out >= w.config.drain_moves:
             continue
-        need, version = session.context, session.execution.group.version
+        need, version = session.context, session.version
         dst = w.rollout.least(version, _has_room(need))
         dst = dst or w.rollout.least(version)
         if dst is None:

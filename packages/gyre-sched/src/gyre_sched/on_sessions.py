@@ -210,6 +210,7 @@ def _drop_move(w: World, session: Session) -> None:
         if session.home is not None:
             # The slot that was kept for it is free, unless it wants a call at once.
             session.home.moves_in -= 1
+            w.rollout.recount(session.home)
             w.rollout.lighter(session.home)
             w.freed = True
         if src.state is CellState.DRAINING:
@@ -255,6 +256,7 @@ def start_move(w: World, session: Session, dst: Cell, carry: bool, interrupt: bo
     w.moves[session.move] = session
     src.moves_out += 1
     dst.moves_in += 1
+    w.rollout.recount(dst)
     how = "with its KV" if carry else "without its KV"
     w.note(session, "moves {} → {} {}: {}", src.id, dst.id, how, why)
     w.out.append(MoveSession(session.move, session.id, src.id, dst.id, carry, interrupt, session.context, why))

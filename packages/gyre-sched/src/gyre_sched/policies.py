@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .ids import CellId, CellState, Role
-from .view import View
+from .view import CellView, View
 
 __all__ = ["POLICIES", "Policy", "Turn", "colocate", "cost_aware", "static", "watermark"]
 
@@ -164,23 +164,36 @@ def _lend_core(view: View) -> Sequence[Turn]:
     if core is None:
         return ()
     work = view.costs.train_seconds(view.ready_tokens)
+    price = view.config.switch_margin * view.costs.round_trip()
     if core.state is CellState.ROLLOUT:
         trainers = view.train_count + view.arriving_train
-        enough = work > view.config.switch_margin * view.costs.round_trip() * max(1, trainers)
+        enough = work > price * max(1, trainers)
         starved = not view.tail_s() and view.live_executions == 0
         if view.sealed or enough or (work > 0 and starved):
             return (Turn(core.id, Role.TRAIN, f"{work:.1f} s of training wait for it"),)
         return ()
     quiet = not (view.undone_batches or view.sealed or view.applying or view.building_groups)
     if core.state is CellState.TRAIN and core.lease is None and quiet and view.live_executions:
-        load = view.utilisation()
-        left, costs = view.step_left_s(), view.costs
-        helped = min(1.0, load) / (view.rollout_count + view.arriving_rollout + 1)
-        sooner = (left - costs.round_trip()) * helped
-        if load > _idle_mark(view) and sooner > costs["to_train_s"]:
-            why = f"nothing to train, demand is {load:.2f} of capacity; sampling ends {sooner:.1f} s sooner"
-            return (Turn(core.id, Role.ROLLOUT, f"{why}, which is more than its way back"),)
+        return _loan_of_core(view, core, price)
     return ()
+
+
+def _loan_of_core(view: View, core: CellView, price: float) -> Sequence[Turn]:
+    """The turn, if sampling ends sooner by more than the core's way back and the training that waits for it meanwhile
+    (up to ``price``: with more it comes back).
+
+    One more cell helps work that waits for a slot. Below capacity every session is in a call or in its tool already,
+    the step takes as long as its longest execution, and all a loan does is put training behind sampling.
+    """
+    load = view.utilisation()
+    if load <= 1.0:
+        return ()
+    costs = view.costs
+    sooner = (view.step_left_s() - costs.round_trip()) / (view.rollout_count + view.arriving_rollout + 1)
+    if sooner <= costs["to_train_s"] + price:
+        return ()
+    why = f"nothing to train, demand is {load:.2f} of capacity; sampling ends {sooner:.1f} s sooner"
+    return (Turn(core.id, Role.ROLLOUT, f"{why}, which is more than its way back and the work it leaves"),)
 
 
 POLICIES: dict[str, Policy] = {"static": static, "colocate": colocate, "watermark": watermark, "cost-aware": cost_aware}

@@ -101,13 +101,15 @@ class Cell:
 class Session:
     """One conversation. ``home`` is the one cell that owns it. While a move is under way the destination is already
     its home and ``src`` is the cell that its KV comes from; ``wants``: its caller waits for a route meanwhile.
+    ``version``: its group's, kept here because every call asks for it and a group is two records further away.
     """
 
-    __slots__ = ("context", "execution", "home", "id", "move", "notes", "phase", "since", "src", "wants")
+    __slots__ = ("context", "execution", "home", "id", "move", "notes", "phase", "since", "src", "version", "wants")
 
     def __init__(self, name: str, execution: Execution, now: float) -> None:
         self.id = name
         self.execution = execution
+        self.version = execution.group.version
         self.home: Cell | None = None
         self.src: Cell | None = None
         self.wants = False

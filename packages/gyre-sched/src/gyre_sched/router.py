@@ -19,11 +19,13 @@ _LONGEST = 64
 
 def serves(cell: Cell, session: Session) -> bool:
     """Whether ``cell`` may take calls of ``session``, if it has a slot."""
-    return cell.state is CellState.ROLLOUT and cell.version >= session.execution.group.version
+    return cell.state is CellState.ROLLOUT and cell.version >= session.version
 
 
 def choose(w: World, session: Session, prefix: tuple[int, ...]) -> tuple[Cell, str] | None:
     """A cell with a free slot and the reason, or ``None`` if there is none."""
+    if not w.rollout.free:
+        return None
     need, overload = session.context, w.config.overload
     if prefix and w.prefixes:
         limit = _mean_load(w) * (1.0 + w.config.spread)
@@ -36,7 +38,7 @@ def choose(w: World, session: Session, prefix: tuple[int, ...]) -> tuple[Cell, s
                 continue
             if cell.load() <= limit + 1.0 / cell.slots and cell.roomy(need):
                 return cell, f"holds {length} blocks of its prefix"
-    version = session.execution.group.version
+    version = session.version
     least = w.rollout.least(version, lambda c: c.has_slot(overload) and c.roomy(need))
     if least is None:
         least = w.rollout.least(version, lambda c: c.has_slot(overload))
@@ -49,7 +51,7 @@ def crowded(w: World, session: Session, home: Cell) -> bool:
     here = home.calling + home.moves_in
     if not balance or here * members < w.calling + 2 * members:
         return False
-    other = w.rollout.least(session.execution.group.version, lambda c: c.roomy(session.context))
+    other = w.rollout.least(session.version, lambda c: c.roomy(session.context))
     if other is None or other is home:
         return False
     gain = balance * w.call_s * (here - other.calling - other.moves_in - 1) / (here + 1)

@@ -68,7 +68,7 @@ class World:
         """The latest life of each cell name; a lost one stays until it is replaced."""
         self.core: Cell | None = None
         self.joined = 0
-        self.rollout = Fleet()
+        self.rollout = Fleet(self.config.overload)
         self.trainers: dict[int, Cell] = {}
         """Cells in state TRAIN, by order of joining."""
         self.idle: dict[int, Cell] = {}
@@ -205,6 +205,7 @@ class World:
         cell.kv_held += session.context
         if session.phase is SessionPhase.CALLING:
             cell.calling += 1
+            self.rollout.recount(cell)
 
     def detach(self, session: Session) -> Cell | None:
         """Take a session off its cell, KV and all."""
@@ -216,6 +217,7 @@ class World:
             cell.kv_held -= session.context
             if session.phase is SessionPhase.CALLING:
                 cell.calling -= 1
+                self.rollout.recount(cell)
             self.rollout.lighter(cell)
             self.freed = True
         return cell
@@ -230,6 +232,7 @@ class World:
             self.freed = True
             if session.home is not None:
                 session.home.calling -= 1
+                self.rollout.recount(session.home)
                 self.rollout.lighter(session.home)
         elif old is SessionPhase.WAITING:
             del self.waiting[session.id]
@@ -237,6 +240,7 @@ class World:
             self.calling += 1
             if session.home is not None:
                 session.home.calling += 1
+                self.rollout.recount(session.home)
         elif phase is SessionPhase.WAITING:
             self.waiting[session.id] = session
             self.arrivals += 1
