@@ -64,6 +64,14 @@ def test_the_core_samples_only_if_that_ends_the_step_sooner_than_its_way_back(st
         assert "way back" in b.m.story("c0")
 
 
+@pytest.mark.parametrize(("calls", "lent"), [(12, False), (13, True)])
+def test_the_core_samples_only_if_somebody_waits_for_a_slot(calls, lent):
+    """Three rollout cells with four slots each: below that the longest execution decides, whatever the core does."""
+    config = SchedConfig(groups_per_step=1, priors=replace(PRIORS, step_s=4000.0), lend_core=True, claim_idle=0.2)
+    b = Bench(config, cost_aware)
+    assert (turned(b.sessions(calls)) == ["c0"]) is lent
+
+
 def test_an_engine_that_queues_gets_no_newcomers_while_others_have_room():
     b = Bench(SchedConfig(groups_per_step=1))
     b(e.LoadReported, cell=CellId("c1"), running=0, waiting=3, kv_tokens=0)
