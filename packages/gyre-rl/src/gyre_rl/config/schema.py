@@ -142,6 +142,8 @@ class CostsConfig:
     """Slow-down per token of context: n tokens take n / prefill_tps * (1 + prefill_quadratic * n / 2) seconds."""
     train_tps: Annotated[float, Meta(gt=0)] = 10_000.0
     """Tree tokens per second that one cell trains."""
+    step_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds from one step to the next; until one was measured, 0 lets cells turn however short the step may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,8 @@ class SchedulerConfig:
     """A switch must bring this many times its measured cost."""
     max_in_transit: float = 0.05
     """Share of all cells that may change role at once; one always may."""
+    claim_idle: float | None = None
+    """Demand above which a satellite with nothing to train samples instead; the low mark when absent."""
     keep_rollout: int = 1
     """Rollout cells that are never released."""
     pause_weight: float = 1.0
@@ -168,6 +172,8 @@ class SchedulerConfig:
     """Seconds for which contexts must still fit when they grow at the measured rate."""
     pause_wait_s: float = 2.0
     """Seconds that a draining cell waits for a running call to reach its pause before it interrupts it."""
+    balance: float = 0.25
+    """How much of a call's time depends on the calls beside it, 0 to 1; a session leaves a fuller cell if that pays."""
     carry_kv: bool = True
     """Carry the KV of sessions that leave a cell where that is cheaper than prefilling again."""
     join_midway: bool = True
