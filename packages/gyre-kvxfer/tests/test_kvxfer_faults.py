@@ -95,21 +95,22 @@ class CannotFreeze(HostPool):
 
 
 @pytest.mark.parametrize(
-    ("kind", "code"),
+    ("kind", "code", "said"),
     [
-        (WrongTokens, "tokens"),
-        (WrongVersion, "version"),
-        (Shrinks, "stale"),
-        (CannotFreeze, "engine"),
+        (WrongTokens, "tokens", "not those it offered before"),
+        (WrongVersion, "version", "changed from version 3 to 4 during the move"),
+        (Shrinks, "stale", "tokens 96..80"),
+        (CannotFreeze, "engine", "on fire"),
     ],
 )
-async def test_a_source_that_contradicts_itself(kind, code):
+async def test_a_source_that_contradicts_itself(kind, code, said):
     source = filled()
     source.__class__ = kind
     sink = HostPool(LAYOUT, 3)
     async with MigrationServer(source, key=KEY) as server:
         report = await migrate("s", server.endpoint, sink, key=KEY, policy=replace(QUICK, freeze_below=0))
         assert report.code == code, report
+        assert said in report.reason
         await check_stays(source, sink, 64, report)
 
 
