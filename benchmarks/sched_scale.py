@@ -3,6 +3,8 @@
 ``machine``: 2,000 cells with 200,000 live sessions, against as many sessions on 100 (larger) cells, and against 100
 cells with 10,000 sessions, where the machine's memory fits into the processor's caches; the mix of a run (calls asked
 for and answered, half of the sessions in a call, executions that end, load reports, ticks), each ``handle`` timed.
+All three are timed over the same stretch of a session's life (after one event per session, for half an event more), the
+small one on several machines one after another until it has as many events; garbage collection is on as in a run.
 ``memory``: allocations per session, by tracemalloc. ``simulator``: the same model, with the same machine deciding, on
 this package's engine and on SimPy, where every call is a process that is interrupted when the speed of its cell
 changes; both end at the same virtual time up to the order of simultaneous events. Prints one JSON object as its last
@@ -107,7 +109,7 @@ class Load:
         name = self._take(self.asking)
         self.calling.append(name)
         self.context[name] += 200
-        return e.CallRequested(self.t, name, self.context[name], (zlib.crc32(name[:4].encode()) & 0xFFFF,))
+        return e.CallRequested(self.t, name, self.context[name], (zlib.crc32(name.partition(".")[0].encode()),))
 
     def _take(self, names: list[str]) -> str:
         i = self.rng.randrange(len(names))
@@ -116,24 +118,30 @@ class Load:
 
 
 def event_cost(cells: int, sessions: int, events: int) -> dict[str, float]:
-    load = Load(cells, sessions)
-    load.fill()
-    for _ in range(sessions):
-        load.tell(load.next_event())
-    gc.collect()
-    gc.freeze()
-    times = []
-    for _ in range(events):
-        event = load.next_event()
-        began = time.perf_counter_ns()
-        out = load.m.handle(event)
-        times.append(time.perf_counter_ns() - began)
-        load.heard(out)
-    gc.unfreeze()
+    """What ``events`` events cost, on as many machines one after another as it takes."""
+    times: list[int] = []
+    moves = live = 0
+    while len(times) < events:
+        load = Load(cells, sessions)
+        load.rng.seed(len(times))
+        load.fill()
+        for _ in range(sessions):
+            load.tell(load.next_event())
+        gc.collect()
+        for _ in range(min(events, sessions // 2)):
+            event = load.next_event()
+            began = time.perf_counter_ns()
+            out = load.m.handle(event)
+            times.append(time.perf_counter_ns() - began)
+            moves += isinstance(event, e.MoveDone)
+            load.heard(out)
+        live = len(load.m._w.sessions)
     times.sort()
     return {
         "cells": cells,
-        "sessions": len(load.m._w.sessions),
+        "sessions": live,
+        "events": len(times),
+        "moves": moves,
         "mean_us": statistics.fmean(times) / 1e3,
         "trimmed_mean_us": statistics.fmean(times[: int(len(times) * 0.98)]) / 1e3,
         "p50_us": times[len(times) // 2] / 1e3,
