@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from gyre_core import ComponentContext, ExecutionJob, ExecutionStatus, InfrastructureError, Limits, ScorerSpec, Task
 from gyre_core.testing.endpoint import Refuse, Say, ScriptedEndpoint, in_order
 from gyre_core.testing.harnesses import HarnessConformance, HarnessRig, RecordedEvents
+from gyre_harnesses.command.gate import bounded
 from gyre_harnesses.command.harness import CommandHarness, fill
 from gyre_harnesses.options import CommandOptions, LocalOptions
 from gyre_harnesses.sandbox.local import LocalSandbox
@@ -111,3 +114,30 @@ async def test_only_the_model_is_behind_the_gate(tmp_path):
 def test_words_are_filled_in_once():
     words = {"prompt": "say {model} {x}", "model": "m"}
     assert fill("{prompt}|{model}|{y}", words) == "say {model} {x}|m|{y}"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("/chat/completions", {"max_tokens": 9000, "n": 1}, {"max_tokens": 50, "n": 1}),
+        ("/chat/completions", {"max_completion_tokens": 9000}, {"max_completion_tokens": 50}),
+        ("/chat/completions", {"messages": []}, {"messages": [], "max_tokens": 50}),
+        ("/messages", {"max_tokens": 32000}, {"max_tokens": 50}),
+        ("/messages/count_tokens", {"messages": []}, {"messages": []}),
+        ("/responses", {"input": "x"}, {"input": "x", "max_output_tokens": 50}),
+        ("/chat/completions", {"max_tokens": None}, {"max_tokens": 50}),
+        (
+            "/chat/completions",
+            {"max_tokens": 20, "messages": [{"content": '"max_tokens": 999'}]},
+            {"max_tokens": 20, "messages": [{"content": '"max_tokens": 999'}]},
+        ),
+    ],
+    ids=str,
+)
+def test_a_call_asks_for_no_more_tokens_than_a_call_may_have(path, body, expected):
+    assert json.loads(bounded(path, json.dumps(body).encode(), 50)) == expected
+
+
+def test_what_is_within_its_limit_or_no_request_is_passed_on_as_it_is():
+    for body in (b'{ "max_tokens":  50 }', b"not json", b"[1]", b""):
+        assert bounded("/chat/completions", body, 50) == body

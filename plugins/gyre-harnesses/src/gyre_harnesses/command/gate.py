@@ -1,8 +1,8 @@
 """The one way from an agent program to its model: forwards requests, counts what limits count, notes what went wrong.
 
 Invariant: nothing but the execution's endpoint can be reached through it, with the execution's key, whatever key the
-program sends; a call beyond a limit is refused, not forwarded. Bodies are passed on as they are, streamed or not. Not
-here: the program.
+program sends; a call beyond a limit is refused, not forwarded. Bodies are passed on as they are, streamed or not, but
+for what asks for more tokens than a call may have. Not here: the program.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _KEYS = {"authorization", "x-api-key", "api-key"}
 _LOOKED_AT = 1 << 20
 """Bytes at the end of an answer in which its usage is looked for."""
 _LARGEST = 1 << 28
+_ASKED = re.compile(rb'"max_(?:completion_|output_)?tokens"\s*:\s*(\d+)')
+_ASKING = {"/chat/completions": "max_tokens", "/completions": "max_tokens", "/messages": "max_tokens"}
 _USAGE = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d+)')
 _PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d+)')
 _CONTEXT = re.compile(r"context.?(?:length|window)|maximum context|prompt is too long", re.IGNORECASE)
@@ -107,7 +109,7 @@ class Gate:
         headers = [(key, value) for key, value in request.headers.items() if key.lower() not in _HOP | _KEYS]
         headers += [("authorization", f"Bearer {self._endpoint.api_key}"), ("x-api-key", self._endpoint.api_key)]
         url = self._endpoint.base_url.rstrip("/") + path + (f"?{request.query_string}" if request.query_string else "")
-        body = await request.read()
+        body = bounded(path, await request.read(), self._limits.max_call_tokens)
         async with self._http.request(request.method, url, data=body or None, headers=headers) as answer:
             kept = {
                 key: value for key, value in answer.headers.items() if key.lower() not in _HOP | {"content-encoding"}
@@ -140,6 +142,25 @@ class Gate:
             self.over.set()
         else:
             tally.fault = f"HTTP {status}: {_message(tail)}"
+
+
+def bounded(path: str, body: bytes, most: int) -> bytes:
+    """`body` asking for at most `most` tokens; the very same bytes when it does already, or asks for none."""
+    key = "max_output_tokens" if path == "/responses" else _ASKING.get(path)
+    asked = [int(match[1]) for match in _ASKED.finditer(body)]
+    if key is None or (asked and max(asked) <= most):
+        return body
+    try:
+        whole = json.loads(body)
+    except ValueError:
+        return body
+    if not isinstance(whole, dict):
+        return body
+    names = [name for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if name in whole] or [key]
+    for name in names:
+        own = whole.get(name)
+        whole[name] = min(own, most) if isinstance(own, int) else most
+    return json.dumps(whole).encode()
 
 
 def _last(pattern: re.Pattern[bytes], text: bytes) -> int:
