@@ -531,6 +531,36 @@ def test_an_old_or_foreign_answer_moves_nothing():
     assert any(isinstance(a, d.DoCancel) for a in actions)
 
 
+def offered() -> tuple[d.DestinationMachine, Offer]:
+    """A machine that copies two blocks, under a lease of one second from 0.0 on."""
+    tokens = np.arange(32, dtype=np.int32)
+    digest = TokenDigest(LAYOUT.fingerprint(), 3).update(tokens).hex()
+    offer = Offer("a" * 32, 1, "s", 1, 3, False, 0, 32, 16, digest, LAYOUT.fingerprint(), 1000, "", tokens, tokens[:2])
+    machine = d.DestinationMachine("a" * 32, "s", "x", LAYOUT, replace(QUICK, freeze_below=0))
+    machine.handle(d.Begin(0.0))
+    machine.handle(d.Received(offer, 0.1))
+    machine.handle(d.Reserved(tokens[:2], 0.2))
+    assert machine.state == "copying"
+    return machine, offer
+
+
+def test_an_offer_that_comes_again_answers_no_later_request():
+    """Its lease began with the request it answered: a replay must not prolong what may be read."""
+    machine, offer = offered()
+    machine.handle(d.Copied(0.3))
+    assert machine.state == "freezing"
+    assert machine.handle(d.Received(offer, 0.4)) == []
+    assert machine.state == "freezing"
+    assert machine._lease_from == 0.0
+
+
+@pytest.mark.parametrize(("at", "code"), [(0.99, []), (1.0, ["lease"])])
+def test_a_copy_that_ends_after_the_lease_counts_for_nothing(at, code):
+    """The source may have given the blocks to others since: what was read can be anything."""
+    machine, _ = offered()
+    assert [a.code for a in machine.handle(d.Copied(at)) if isinstance(a, d.Finished)] == code
+
+
 def test_a_manifest_whose_digest_names_other_tokens_is_refused():
     tokens = np.arange(20, dtype=np.int32)
     digest = TokenDigest(LAYOUT.fingerprint(), 3).update(tokens).hex()
