@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import aiohttp
@@ -159,7 +160,8 @@ class CellHost:
                 failing_since = failing_since or time.monotonic()
                 if time.monotonic() - failing_since > ENGINE_GRACE_S:
                     log.error("the engine has failed; this cell ends, so that a new one can take its place: %s", error)
-                    await link.send("failing", Failing(str(error)))
+                    # Asked, not told: what is still being heard when a connection ends is dropped.
+                    await link.ask("failing", Failing(str(error)), NoneType)
                     await link.close()
                     return
                 continue
