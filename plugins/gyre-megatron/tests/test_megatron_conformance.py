@@ -8,27 +8,24 @@ from typing import Any
 
 import pytest
 from gyre_core import ComponentContext, WeightSource
-from gyre_core.testing.trainers import TrainerConformance, TrainerRig
+from gyre_core.testing.trainers import TrainerArithmetic, TrainerConformance, TrainerRig
 from gyre_megatron.options import MegatronTrainerOptions
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
-SPLITS = [
-    "qwen3", "qwen3-dp2", "qwen3-tp2", "qwen3-pp2", "qwen3-untied-tp2-dp2", "qwen3-tp2-pp2", "qwen2-tp2", "llama3-pp3",
-]  # fmt: skip
+WHOLE = ["qwen3", "qwen3-tp2-pp2"]
+OTHERS = ["qwen3-dp2", "qwen3-tp2", "qwen3-pp2", "qwen3-untied-tp2-dp2", "qwen2-tp2", "llama3-pp3"]
 """Tiny model, tensor-, pipeline- and data-parallel ranks."""
 
 
-class TestMegatron(TrainerConformance):
-    @pytest.fixture(scope="class", params=SPLITS)
-    def words(self, request: pytest.FixtureRequest) -> list[str]:
-        """Of the class, so that one split's tests follow each other and its ranks are used again."""
-        return request.param.replace("-untied", "_untied").split("-")  # type: ignore[no-any-return]
+class Given:
+    """The rig of a split. Splits are parameters of a class, so that one's tests follow each other and its ranks are
+    used again."""
 
     @pytest.fixture
     def rig(
         self,
-        words: list[str],
+        words: str,
         python: str,
         folder_of: Callable[..., Path],
         context: ComponentContext,
@@ -37,13 +34,14 @@ class TestMegatron(TrainerConformance):
         told_logprobs: Any,
         pooled: Any,
     ) -> TrainerRig:
-        split = {word[:2]: int(word[2:]) for word in words[1:]}
+        kind, *ways = words.replace("-untied", "_untied").split("-")
+        split = {way[:2]: int(way[2:]) for way in ways}
         tensor, pipeline = split.get("tp", 1), split.get("pp", 1)
         options = MegatronTrainerOptions(
             python=python, cpu_shim=True, tensor_parallel=tensor, pipeline_parallel=pipeline,
             ranks=tensor * pipeline * split.get("dp", 1), learning_rate=1e-2,
         )  # fmt: skip
-        folder = folder_of(words[0].replace("_", "-"), layers=4 if pipeline == 2 else 3)
+        folder = folder_of(kind.replace("_", "-"), layers=4 if pipeline == 2 else 3)
         return TrainerRig(
             lambda: pooled(options, context),
             WeightSource(0, str(folder)),
@@ -52,3 +50,13 @@ class TestMegatron(TrainerConformance):
             told_logprobs,
             trials=3,
         )
+
+
+@pytest.mark.parametrize("words", WHOLE, scope="class")
+class TestMegatron(Given, TrainerConformance):
+    """Everything."""
+
+
+@pytest.mark.parametrize("words", OTHERS, scope="class")
+class TestSplits(Given, TrainerArithmetic):
+    """What depends on the split."""

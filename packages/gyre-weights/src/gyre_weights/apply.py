@@ -175,28 +175,26 @@ def _bytes_of(target: Any, dtype: str) -> Bytes | None:
 
 def _write_all(version: Version, targets: Mapping[str, Any], *, verify: Verify) -> None:
     """A full version into its targets: host memory by several threads, devices in turn."""
-    sources = {name: version[name] for name in targets}  # maps the files, in one thread
+    check = verify is Verify.DURING
+    sources = {name: version[name] for name in targets}  # opens the files, in one thread
     memory = {name: _bytes_of(target, sources[name].dtype) for name, target in targets.items()}
     host = [(name, found) for name, found in memory.items() if found is not None]
-    each(lambda told: _into_host(version, sources[told[0]], *told, verify), host, lambda told: told[1].nbytes)
+    each(lambda told: _into_host(version, *told, check=check), host, lambda told: told[1].nbytes)
     for name, target in targets.items():
         if memory[name] is None:
-            _into_other(version, sources[name], name, target, check=verify is Verify.DURING)
+            _into_other(version, sources[name], name, target, check=check)
 
 
-def _into_host(version: Version, source: HostTensor, name: str, memory: Bytes, verify: Verify) -> None:
-    """What was verified is mapped already, and is copied from there; else it is read once, without mapping it."""
-    if verify in (Verify.BEFORE, Verify.AFTER):
-        np.copyto(memory, source.data)
-    elif verify is Verify.NONE:
+def _into_host(version: Version, name: str, memory: Bytes, *, check: bool) -> None:
+    if not check:
         version.read_into(name, memory, 0)
-    else:
-        digest = Digest()
-        for start in range(0, memory.nbytes, CHUNK):
-            piece = memory[start : start + CHUNK]
-            version.read_into(name, piece, start)
-            digest.add(piece)
-        version.verify_tensor(name, digest.hex())
+        return
+    digest = Digest()
+    for start in range(0, memory.nbytes, CHUNK):
+        piece = memory[start : start + CHUNK]
+        version.read_into(name, piece, start)
+        digest.add(piece)
+    version.verify_tensor(name, digest.hex())
 
 
 def _into_other(version: Version, source: HostTensor, name: str, target: Any, *, check: bool) -> None:

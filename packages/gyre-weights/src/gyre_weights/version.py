@@ -16,7 +16,7 @@ import numpy as np
 
 from gyre_weights.arrays import Bytes, HostTensor
 from gyre_weights.delta_code import Patch, decode, patch
-from gyre_weights.digest import digest_bytes
+from gyre_weights.digest import CHUNK, Digest
 from gyre_weights.errors import CorruptError, IncompleteError, MismatchError, VersionError
 from gyre_weights.manifest import BaseRef, Manifest, StoredEntry, TensorEntry, identity, read_manifest
 from gyre_weights.parallel import each
@@ -111,7 +111,7 @@ class Version(Mapping[str, HostTensor]):
         bytes. Nothing to compare in a folder without a manifest."""
         stored = list(self.manifest.stored.items())
         for _, entry in stored:
-            self._window(entry)  # files are mapped by one thread
+            self._mapped(entry)  # files are opened by one thread
         each(lambda named: self.verify_stored(*named), stored, lambda named: named[1].nbytes)
 
     def verify_all(self) -> None:
@@ -121,8 +121,15 @@ class Version(Mapping[str, HostTensor]):
             self.open_base().verify_all()
 
     def verify_stored(self, name: str, entry: StoredEntry) -> None:
-        """Compare one stored entry with its digest."""
-        found = digest_bytes(self._window(entry).data) if entry.digest else ""
+        """Compare one stored entry with its digest, read piece by piece into a buffer that stays in the cache."""
+        if not entry.digest:
+            return
+        mapped, digest, buffer = self._mapped(entry), Digest(), np.empty(min(CHUNK, entry.nbytes), np.uint8)
+        for start in range(0, entry.nbytes, CHUNK):
+            piece = buffer[: entry.nbytes - start]
+            mapped.read_into(piece, entry.offset + start)
+            digest.add(piece)
+        found = digest.hex()
         if found != entry.digest:
             raise CorruptError(
                 self._doing, got=f"{name} with digest {found} in {entry.file}", expected=entry.digest,

@@ -259,6 +259,7 @@ class RankTrainerChecks:
             parts = tmp_path / "parts"
             assert "export" in await killed_during(satellite, satellite.export_contribution("lost", 1, str(parts)))
             assert list(parts.iterdir()) == []
+            await satellite.discard_contribution()
             await core.add_contribution(await contribute(core, work[:1], "again", parts))
             await core.add_contribution(await contribute(satellite, work[1:2], "late", parts))
             assert (await core.step(1.0)).skipped is None

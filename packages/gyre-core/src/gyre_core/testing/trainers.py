@@ -27,16 +27,28 @@ from gyre_core.errors import CapabilityError, InfrastructureError
 from gyre_core.testing.trainer_rig import TrainerRig, at_rest, contribute, gap, summed, weights_of
 from gyre_core.trainer import TrainerCapability
 
-__all__ = ["TrainerConformance", "TrainerRig", "at_rest", "contribute", "gap", "summed", "weights_of"]
+__all__ = [
+    "TrainerArithmetic",
+    "TrainerConformance",
+    "TrainerProtocol",
+    "TrainerRig",
+    "at_rest",
+    "contribute",
+    "gap",
+    "summed",
+    "weights_of",
+]
 
 
-class TrainerConformance:
-    """All checks of trainers."""
-
+class _WithRig:
     @pytest.fixture
     def rig(self) -> TrainerRig:
         """To be given by the subclass."""
-        raise NotImplementedError("a subclass of TrainerConformance gives the fixture `rig`: a TrainerRig")
+        raise NotImplementedError("a subclass of a trainers' suite gives the fixture `rig`: a TrainerRig")
+
+
+class TrainerArithmetic(_WithRig):
+    """The checks that depend on how a trainer splits model and work: values, gradients, steps, checkpoints."""
 
     async def test_it_starts_with_the_weights_it_was_given(self, rig: TrainerRig, tmp_path: Path) -> None:
         """Version -1 before, the source's after; its facts are those of the folder; published tensors equal what was
@@ -51,17 +63,6 @@ class TrainerConformance:
         assert gap(published, dict(rig.model().named_parameters())) == 0
         await trainer.close()
 
-    async def test_preparing_first_changes_nothing(self, rig: TrainerRig, tmp_path: Path) -> None:
-        """`prepare` is answered before `start` and leaves no version behind."""
-        trainer = rig.make()
-        try:
-            await trainer.prepare(rig.source)
-            assert trainer.version == -1
-            await trainer.start(rig.source, core=True)
-            assert trainer.version == rig.source.version
-        finally:
-            await trainer.close()
-
     async def test_the_gradient_is_the_oracles_sum(self, rig: TrainerRig, tmp_path: Path) -> None:
         """A sum, not a mean, in Hugging Face names, each tied weight once; what was used is in the header."""
         async with rig.started(core=False) as trainer:
@@ -71,6 +72,13 @@ class TrainerConformance:
             assert gap(at_rest(made), rig.gradient(rig.model(), rig.batches)) < rig.tolerance
             assert made.stats.trained_tokens > 0
             assert made.stats.tokens == sum(batch.tokens for batch in rig.batches)
+
+    async def test_logprobs_are_those_of_transformers(self, rig: TrainerRig) -> None:
+        """Of every loss entry, in order, for a batch that branches."""
+        async with rig.started(core=False) as trainer:
+            model = rig.model()
+            for batch in rig.batches[:2]:
+                assert await trainer.logprobs(batch) == pytest.approx(rig.logprobs(model, batch), abs=rig.tolerance)
 
     async def test_any_split_over_cells_sums_to_the_whole(self, rig: TrainerRig, tmp_path: Path) -> None:
         """Random schedules of contributions over a core and a satellite that joins late."""
@@ -125,6 +133,93 @@ class TrainerConformance:
                 assert result.grad_norm == pytest.approx(float(norm), rel=1e-3)
             assert gap(await weights_of(core, tmp_path / "w"), names) < 10 * rig.tolerance
 
+    async def test_a_gradient_that_is_not_finite_steps_nothing(self, rig: TrainerRig, tmp_path: Path) -> None:
+        """The contribution is named, the weights stay, the version counts the step, the next one works."""
+        files = pytest.importorskip("safetensors")
+        torch_files = pytest.importorskip("safetensors.torch")
+        async with rig.started() as core:
+            good = await contribute(core, rig.batches[:1], "fine", tmp_path)
+            bad = await contribute(core, rig.batches[1:2], "guilty", tmp_path)
+            with files.safe_open(bad.location, framework="pt") as reader:
+                metadata = reader.metadata()
+            tensors = at_rest(bad)
+            next(iter(tensors.values())).view(-1)[0] = float("nan")
+            torch_files.save_file(tensors, bad.location, metadata)
+            before = await weights_of(core, tmp_path / "before")
+            await core.add_contribution(good)
+            await core.add_contribution(bad)
+            result = await core.step(1.0)
+            assert result.skipped is not None
+            assert "guilty" in result.skipped
+            assert "fine" not in result.skipped
+            assert result.version == core.version == rig.source.version + 1
+            assert gap(await weights_of(core, tmp_path / "after"), before) == 0
+            await core.add_contribution(await contribute(core, rig.batches[:1], "next", tmp_path))
+            assert (await core.step(1.0)).skipped is None
+
+    async def test_a_published_version_is_a_model(self, rig: TrainerRig, tmp_path: Path) -> None:
+        """`folder`/v<version>, loadable by transformers and by a satellite, which then computes the core's gradient."""
+        async with rig.started() as core, rig.started(core=False) as satellite:
+            await core.add_contribution(await contribute(core, rig.batches, "all", tmp_path))
+            await core.step(1.0)
+            source = await core.publish(str(tmp_path / "weights"))
+            assert source.version == core.version
+            assert Path(source.location) == tmp_path / "weights" / f"v{core.version}"
+            assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"v{core.version}"]
+            await satellite.load_weights(source)
+            assert satellite.version == core.version
+            mine = at_rest(await contribute(core, rig.batches, "mine", tmp_path))
+            theirs = at_rest(await contribute(satellite, rig.batches, "theirs", tmp_path))
+            assert gap(theirs, mine) < rig.sum_tolerance
+            assert gap(mine, rig.gradient(rig.model(source), rig.batches)) < rig.tolerance
+
+    async def test_a_restored_core_goes_on_exactly(self, rig: TrainerRig, tmp_path: Path) -> None:
+        """Weights, optimizer state and version: the next step is bit for bit the one without the restart."""
+        async with rig.started() as core, rig.started() as other:
+            for step in range(2):
+                await core.add_contribution(await contribute(core, rig.batches[step::2], f"s{step}", tmp_path))
+                await core.step(1.0)
+            await core.save(str(tmp_path / "checkpoint"))
+            await core.save(str(tmp_path / "checkpoint"))
+            await other.restore(str(tmp_path / "checkpoint"))
+            assert other.version == core.version
+            for index, trainer in enumerate((core, other)):
+                await trainer.add_contribution(await contribute(trainer, rig.batches, f"n{index}", tmp_path))
+                await trainer.step(1.0)
+            left = await weights_of(core, tmp_path / "left")
+            assert gap(await weights_of(other, tmp_path / "right"), left) == 0
+
+    async def test_offloading_and_back_changes_nothing(self, rig: TrainerRig, tmp_path: Path) -> None:
+        """A core that was a rollout cell for a time goes on exactly."""
+        async with rig.started() as core, rig.started() as other:
+            if TrainerCapability.OFFLOAD not in core.capabilities:
+                pytest.skip("this trainer does not offer OFFLOAD")
+            for step in range(2):
+                for index, trainer in enumerate((core, other)):
+                    made = await contribute(trainer, rig.batches[step::2], f"s{step}t{index}", tmp_path)
+                    await trainer.add_contribution(made)
+                    await trainer.step(1.0)
+                await core.offload()
+                await core.onload()
+            assert core.version == other.version
+            left = await weights_of(core, tmp_path / "left")
+            assert gap(left, await weights_of(other, tmp_path / "right")) == 0
+
+
+class TrainerProtocol(_WithRig):
+    """The checks of what is counted, refused and undone, whatever the split."""
+
+    async def test_preparing_first_changes_nothing(self, rig: TrainerRig, tmp_path: Path) -> None:
+        """`prepare` is answered before `start` and leaves no version behind."""
+        trainer = rig.make()
+        try:
+            await trainer.prepare(rig.source)
+            assert trainer.version == -1
+            await trainer.start(rig.source, core=True)
+            assert trainer.version == rig.source.version
+        finally:
+            await trainer.close()
+
     async def test_a_batch_counts_once(self, rig: TrainerRig, tmp_path: Path) -> None:
         """The same contribution again, a batch of it in another, another version's: ValueError, nothing changed."""
         async with rig.started() as core, rig.started(core=False) as satellite:
@@ -177,46 +272,6 @@ class TrainerConformance:
             await core.add_contribution(good)
             assert (await core.step(1.0)).skipped is None
 
-    async def test_a_gradient_that_is_not_finite_steps_nothing(self, rig: TrainerRig, tmp_path: Path) -> None:
-        """The contribution is named, the weights stay, the version counts the step, the next one works."""
-        files = pytest.importorskip("safetensors")
-        torch_files = pytest.importorskip("safetensors.torch")
-        async with rig.started() as core:
-            good = await contribute(core, rig.batches[:1], "fine", tmp_path)
-            bad = await contribute(core, rig.batches[1:2], "guilty", tmp_path)
-            with files.safe_open(bad.location, framework="pt") as reader:
-                metadata = reader.metadata()
-            tensors = at_rest(bad)
-            next(iter(tensors.values())).view(-1)[0] = float("nan")
-            torch_files.save_file(tensors, bad.location, metadata)
-            before = await weights_of(core, tmp_path / "before")
-            await core.add_contribution(good)
-            await core.add_contribution(bad)
-            result = await core.step(1.0)
-            assert result.skipped is not None
-            assert "guilty" in result.skipped
-            assert "fine" not in result.skipped
-            assert result.version == core.version == rig.source.version + 1
-            assert gap(await weights_of(core, tmp_path / "after"), before) == 0
-            await core.add_contribution(await contribute(core, rig.batches[:1], "next", tmp_path))
-            assert (await core.step(1.0)).skipped is None
-
-    async def test_a_published_version_is_a_model(self, rig: TrainerRig, tmp_path: Path) -> None:
-        """`folder`/v<version>, loadable by transformers and by a satellite, which then computes the core's gradient."""
-        async with rig.started() as core, rig.started(core=False) as satellite:
-            await core.add_contribution(await contribute(core, rig.batches, "all", tmp_path))
-            await core.step(1.0)
-            source = await core.publish(str(tmp_path / "weights"))
-            assert source.version == core.version
-            assert Path(source.location) == tmp_path / "weights" / f"v{core.version}"
-            assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"v{core.version}"]
-            await satellite.load_weights(source)
-            assert satellite.version == core.version
-            mine = at_rest(await contribute(core, rig.batches, "mine", tmp_path))
-            theirs = at_rest(await contribute(satellite, rig.batches, "theirs", tmp_path))
-            assert gap(theirs, mine) < rig.sum_tolerance
-            assert gap(mine, rig.gradient(rig.model(source), rig.batches)) < rig.tolerance
-
     async def test_taking_weights_drops_the_open_contribution(self, rig: TrainerRig, tmp_path: Path) -> None:
         """Gradients of two versions never meet in one sum."""
         async with rig.started(core=False) as satellite:
@@ -228,22 +283,6 @@ class TrainerConformance:
             with pytest.raises(InfrastructureError):
                 await satellite.load_weights(WeightSource(9, rig.source.location + "-missing"))
             assert satellite.version == rig.source.version + 5
-
-    async def test_a_restored_core_goes_on_exactly(self, rig: TrainerRig, tmp_path: Path) -> None:
-        """Weights, optimizer state and version: the next step is bit for bit the one without the restart."""
-        async with rig.started() as core, rig.started() as other:
-            for step in range(2):
-                await core.add_contribution(await contribute(core, rig.batches[step::2], f"s{step}", tmp_path))
-                await core.step(1.0)
-            await core.save(str(tmp_path / "checkpoint"))
-            await core.save(str(tmp_path / "checkpoint"))
-            await other.restore(str(tmp_path / "checkpoint"))
-            assert other.version == core.version
-            for index, trainer in enumerate((core, other)):
-                await trainer.add_contribution(await contribute(trainer, rig.batches, f"n{index}", tmp_path))
-                await trainer.step(1.0)
-            left = await weights_of(core, tmp_path / "left")
-            assert gap(await weights_of(other, tmp_path / "right"), left) == 0
 
     async def test_a_checkpoint_that_is_cut_short_is_refused(self, rig: TrainerRig, tmp_path: Path) -> None:
         """Whichever file: InfrastructureError, and the trainer is as it was."""
@@ -314,25 +353,6 @@ class TrainerConformance:
             with pytest.raises(ValueError):
                 await trainer.export_contribution("none", rig.batches[0].step, ".")
 
-    async def test_logprobs_are_those_of_transformers(self, rig: TrainerRig) -> None:
-        """Of every loss entry, in order, for a batch that branches."""
-        async with rig.started(core=False) as trainer:
-            model = rig.model()
-            for batch in rig.batches[:2]:
-                assert await trainer.logprobs(batch) == pytest.approx(rig.logprobs(model, batch), abs=rig.tolerance)
 
-    async def test_offloading_and_back_changes_nothing(self, rig: TrainerRig, tmp_path: Path) -> None:
-        """A core that was a rollout cell for a time goes on exactly."""
-        async with rig.started() as core, rig.started() as other:
-            if TrainerCapability.OFFLOAD not in core.capabilities:
-                pytest.skip("this trainer does not offer OFFLOAD")
-            for step in range(2):
-                for index, trainer in enumerate((core, other)):
-                    made = await contribute(trainer, rig.batches[step::2], f"s{step}t{index}", tmp_path)
-                    await trainer.add_contribution(made)
-                    await trainer.step(1.0)
-                await core.offload()
-                await core.onload()
-            assert core.version == other.version
-            left = await weights_of(core, tmp_path / "left")
-            assert gap(left, await weights_of(other, tmp_path / "right")) == 0
+class TrainerConformance(TrainerArithmetic, TrainerProtocol):
+    """All checks of trainers."""
