@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
+from collections import Counter
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,7 +18,8 @@ from gyre_rl.ring import run
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.views import events as ev
 from gyre_tito import Store
-from small import Probe, check_counted_once, compare_logprobs, processes_of, small_config
+from gyre_tito.check_files import check_path
+from small import Probe, check_counted_once, compare_logprobs, pid_of, processes_of, small_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 SERVERS = {
@@ -67,3 +71,58 @@ def test_recorded_logprobs_are_those_of_transformers(finished: FinishedRun) -> N
     versions = [finished.weights(version) for version in range(3)]
     compared, sampled = compare_logprobs(finished.store, versions, every=3, bound=1e-3)
     assert compared > 0.8 * sampled, "the rest saw weights change in mid-call"
+
+
+class ServerKiller:
+    """kill -9 of the server of cell-1, which its cell survives, when three executions have ended."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.ended, self.killed = root, 0, Counter[str]()
+
+    def __call__(self, event: ev.Event) -> None:
+        self.ended += isinstance(event, ev.ExecutionEnded) and event.purpose == "train"
+        if self.ended == 3 and not self.killed:
+            for pid in children_of(pid_of(self.root, "cell-1#1")):
+                name = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"gyre_sglang_server.serve" in name and b"guard.py" not in name:
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed["sglang"] += 1
+
+
+def children_of(pid: int) -> list[int]:
+    """Its descendants, nearest first."""
+    found = [pid]
+    for each in found:
+        for thread in Path(f"/proc/{each}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found[1:]
+
+
+def test_a_server_that_dies_costs_one_error_and_no_call(tmp_path: Path) -> None:
+    """Two cells sample on servers; one server is killed in mid-run. Its sessions go on at the other cell; its cell
+    gives up with the server's end as the reason, and its next life begins."""
+    build(read_spec(Path(str(files("gyre_sglang") / "environment.toml"))))
+    config = small_config(tmp_path, SERVERS["sglang"], *SLOW_STARTS, "scheduler.policy=static", "steps=4")
+    killer = ServerKiller(tmp_path)
+    probe = Probe(killer)
+    summary = asyncio.run(run(config, view=probe))
+    assert killer.killed["sglang"] >= 1, "nothing was killed, so nothing is proven"
+    assert (summary.status, summary.steps, summary.lost_calls) == ("finished", 4, 0)
+    (said,) = [notice.text for notice in probe.of(ev.Notice) if "gives up" in notice.text]
+    assert said.startswith("cell-1#1 gives up")
+    assert "ended with signal 9" in said
+    lost = [event for event in probe.of(ev.CellStateChanged) if event.state == "LOST"]
+    assert [event.cell for event in lost] == ["cell-1#1"]
+    assert (tmp_path / "procs" / "cell-1.2.json").exists(), "its next life was not begun"
+    moved = [event for event in probe.of(ev.SessionMoved) if event.src == "cell-1#1"]
+    assert moved
+    assert {event.dst for event in moved} <= {"cell-2#1", "cell-1#2"}
+    assert [event for event in probe.of(ev.ExecutionEnded) if event.status == "failed"] == []
+    check_counted_once(probe.seen, steps=4)
+    directory = RunDirectory(tmp_path)
+    assert [one for one in check_path(directory.store).findings if one.severity != "note"] == []
+    with Store.open(directory.store) as store:
+        versions = [str(config.model_dir), *(str(directory.weights / f"v{version}") for version in range(1, 5))]
+        compared, _ = compare_logprobs(store, versions, every=3, bound=1e-3)
+    assert compared > 0
+    assert processes_of(tmp_path) == []
