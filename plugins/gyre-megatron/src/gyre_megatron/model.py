@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -43,6 +44,14 @@ class TreeCore(MegatronModule):
         tree = self.trees[int(attention_mask)]
         out = tree(query, key, value, scale=self.scale, layer=self.layer_number - 1)
         return out.reshape(query.shape[0], query.shape[1], -1)
+
+
+def complete_experts() -> None:
+    """Without TransformerEngine, Megatron-Core 0.16.1 asks for its product by a name that is not defined then; None is
+    what the code expects there."""
+    library: Any = import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(library, "te_general_gemm"):
+        library.te_general_gemm = None
 
 
 def config_of(shape: Shape, *, tensor: int, pipeline: int, dtype: torch.dtype, recompute: bool, cpu: bool) -> Any:
@@ -80,6 +89,8 @@ class TreeModel(MegatronModule):
         self.first = parallel_state.is_pipeline_first_stage()
         self.last = parallel_state.is_pipeline_last_stage()
         self.shared = shape.tied
+        if shape.experts:
+            complete_experts()
         spec = get_gpt_layer_local_spec(
             num_experts=shape.experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
         )
