@@ -70,6 +70,8 @@ def sampler(chat, rng):
         return [one for one in (rng.randrange(size) for _ in range(rng.randint(0, longest))) if one not in stops]
 
     def reply(_):
+        if rng.random() < 0.15:  # twins: calls that sample the same ids
+            return [*chat.tokenizer.encode("ok"), chat.stop_ids[0]]
         ids = []
         if rng.random() < 0.4:
             ids += [*chat.tokenizer.encode("<think>\n"), *noise(8)]
@@ -125,7 +127,8 @@ class Agent:
         return answer.choices[0].turn
 
     async def leave(self, batch):
-        await asyncio.sleep(0)
+        for _ in range(self.rng.randint(1, 12)):  # before the first token, in the middle, after the last
+            await asyncio.sleep(0)
         batch.cancel()
         await asyncio.wait(batch.tasks)
 

@@ -9,10 +9,13 @@ import threading
 
 import numpy as np
 import pytest
+from gyre_tito import TitoService
+from gyre_tito.dialects.chat import ChatCompletions
 from gyre_tito.pack import Packer
 from gyre_tito.records import CallRecord, ExecutionSpec, Link, Score, SessionInfo, Status
 from gyre_tito.schema import StoreError
 from gyre_tito.store import Store
+from gyre_tito.testing import BookkeepingEngine, scripted, tiny_format
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,6 +106,28 @@ async def test_whoever_stops_waiting_does_not_take_the_job_back(tmp_path):
         held.set()
         await store.add_call("e", call(1))
         assert [one.index for one in store.calls("e")] == [0, 1]
+
+
+async def test_closing_waits_for_a_call_that_was_cut_while_its_commit_ran(tmp_path):
+    chat, held = tiny_format(), threading.Event()
+    with Store.open(tmp_path / "s.db", writable=True) as store:
+        service = TitoService(BookkeepingEngine(scripted(chat, "hi")), store, chat)
+        await service.open_execution(ExecutionSpec("e"))
+        execution = service._open("e")
+        store.writer.submit(lambda *_: held.wait(10) and None)
+        body = b'{"messages":[{"role":"user","content":"u"}]}'
+        batch = await service.chat(execution, ChatCompletions().request(body, len(chat.tokenizer))[0], None)
+        while not execution.tree.calls:
+            await asyncio.sleep(0)
+        batch.cancel()
+        await asyncio.wait(batch.tasks)
+        assert store.calls("e") == []
+        closing = asyncio.create_task(service.close())
+        await asyncio.sleep(0.02)
+        assert not closing.done()
+        held.set()
+        await closing
+        assert len(store.calls("e")) == 1
 
 
 def test_a_job_outlives_the_loop_that_waited_for_it(tmp_path, recwarn, caplog):

@@ -7,6 +7,7 @@ the store cannot take a call, its execution takes no more: a tree with holes is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -212,6 +213,8 @@ class Dispatcher:
             task.cancel()
         if self._tasks:
             await asyncio.wait(list(self._tasks))
+        with contextlib.suppress(StoreError):  # a call that was cut while its commit ran: that must be over too
+            await self._store.writer.write(lambda *_: None)
 
 
 def _as_prescribed(asked: SamplingRequest, execution: Execution) -> SamplingRequest:
