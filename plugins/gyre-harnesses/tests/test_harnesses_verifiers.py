@@ -184,6 +184,9 @@ class ShelfTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
         yield SumTask(vf.TaskData(prompt="Add the pages of ant and bee."), self.config.task)
 
 __all__ = ["ShelfTaskset"]
+
+if __name__ == "__main__":  # the package starts a toolset's server as its module
+    Shelf.run()
 """
 
 
