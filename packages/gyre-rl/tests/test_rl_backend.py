@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 import numpy as np
@@ -196,3 +197,40 @@ def test_only_a_new_session_is_hashed():
     assert len(same) == 3
     assert same == first_prefix(call(prompt=200))
     assert first_prefix(call(prompt=63)) == ()
+
+
+class ExpertEngine(CountingEngine):
+    """Tells for each pass the position that it read, as its expert; prompt rows with the first chunk, if asked for."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        first = True
+        async for chunk in super().generate(request):
+            if not request.routed_experts or not chunk.token_ids:
+                yield chunk
+                continue
+            read = chunk.token_ids[0] - 1
+            begin = request.routed_from if first and request.routed_from is not None else read
+            rows = np.arange(begin, read + 1, dtype=np.int32).reshape(-1, 1, 1)
+            yield replace(chunk, routed_experts=rows, routed_from=begin if begin < read else None)
+            first = False
+
+
+async def test_experts_are_asked_for_from_the_new_tokens_on_and_stay_at_their_positions():
+    first, second = ExpertEngine(3, abort_after=3), ExpertEngine(4)
+    async with cell(first) as one, cell(second) as two, aiohttp.ClientSession() as http:
+        backend = CellBackend(http, "secret", ScriptedRouter(one, two), experts=True)
+        chunks = [chunk async for chunk in backend.generate(call(new_from=2))]
+    assert [request.routed_from for request in (*first.requests, *second.requests)] == [2, None]
+    told = {}
+    for chunk in chunks:
+        if chunk.routed_experts is not None:
+            told |= {chunk.routed_from + i: int(row[0, 0]) for i, row in enumerate(chunk.routed_experts)}
+    assert told == {position: position for position in range(2, 12)}, "all but the last token, which nothing has read"
+
+
+async def test_experts_are_not_asked_for_otherwise():
+    engine = ExpertEngine(3)
+    async with cell(engine) as url:
+        chunks = await collect(ScriptedRouter(url), call())
+    assert not engine.requests[0].routed_experts
+    assert all(chunk.routed_experts is None for chunk in chunks)

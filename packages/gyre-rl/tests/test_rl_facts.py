@@ -18,7 +18,7 @@ from gyre_rl.procs.child import ChildSpec
 
 
 class Engine:
-    capabilities = frozenset({EngineCapability.ROUTED_EXPERTS})
+    capabilities: frozenset[EngineCapability] = frozenset()
 
 
 class Trainer:
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 async def enter(folder: Path, facts: ModelFacts | None, kind: str = "disk") -> Role | None:
     source = WeightSource(0, str(folder), kind)
-    body = CellBody(Role.TRAIN, True, source, "e", "t")
+    body = CellBody(Role.TRAIN, True, source, "e", "t", replays_experts=True)
     spec = ChildSpec("m:f", "cell-0", 1, "http://x", "token", ".")
     host = CellHost(spec, body, Engine(), Trainer(facts))  # type: ignore[arg-type]
     await host._enter(Role.TRAIN, source)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gyre_core import EngineCapability, PluginManager
-from gyre_rl.cli.offers import engine_problems, make_engine, missing, objective_problems
+from gyre_rl.cli.offers import engine_problems, expert_problems, make_engine, missing, objective_problems
 from gyre_rl.config import PluginChoice, RunConfig
 from gyre_rl.config.schema import CellsConfig, ModelConfig, SchedulerConfig
 
@@ -44,6 +44,14 @@ def test_the_engine_is_made_and_not_started() -> None:
     engine = make_engine(RUN, PluginManager.installed())
     assert engine.version == -1
     assert EngineCapability.KV_MOVE in engine.capabilities
+
+
+def test_experts_are_recorded_by_engines_that_tell_them() -> None:
+    wanted = replace(RUN, model=replace(RUN.model, routed_experts=True))
+    (problem,) = expert_problems(wanted, EVERYTHING - {EngineCapability.ROUTED_EXPERTS})
+    assert problem.path == "model.routed_experts"
+    assert not list(expert_problems(wanted, EVERYTHING))
+    assert not list(expert_problems(RUN, frozenset()))
 
 
 def test_an_objective_that_cannot_be_made_is_told_before_the_run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -292,3 +293,32 @@ def test_a_trainer_that_is_another_model_stops_the_run(mean):
     require(Parity(0.1, 3.0, 10), 0.1)
     with pytest.raises(InfrastructureError, match=r"max_logprob_gap.*rope"):
         require(Parity(mean, 3.0, 10), 0.1)
+
+
+def test_experts_that_engines_recorded_reach_the_micro_batches():
+    """Where one execution of a group has none, its rows are -1: the router's own choice."""
+
+    def tree(experts):
+        arrays = SimpleNamespace(
+            node_parent=[-1, 0],
+            node_start=[0, 2, 4],
+            token_ids=[1, 2, 3, 4 if experts is None else 5],
+            sampled=[False, False, True, True],
+            logprobs=[np.nan, np.nan, -1.0, -1.0],
+            versions=[-1, -1, 0, 0],
+        )
+        if experts is not None:
+            arrays.routed_experts = np.array(experts, np.int16).reshape(4, 1, 1)
+        return arrays
+
+    members = [
+        Member("g.0", "completed", 1.0, tree([7, 8, 9, -1])),
+        Member("g.1", "completed", 0.0, tree(None)),
+    ]
+    built = build_group("g", 0, members, LossConfig(), trainer_version=0)
+    (batch,) = [from_bytes(bytearray(b.blob)) for b in built.batches]
+    rows = dict(zip(batch.token_ids.tolist(), batch.routed_experts[:, 0, 0].tolist(), strict=True))
+    assert rows == {1: 7, 2: 8, 3: 9, 5: -1, 4: -1}
+    without = [Member(m.execution, m.status, m.score, tree(None)) for m in members]
+    (plain,) = build_group("g", 0, without, LossConfig(), trainer_version=0).batches
+    assert from_bytes(bytearray(plain.blob)).routed_experts is None

@@ -173,3 +173,19 @@ def test_reader_in_another_process_sees_a_committed_call(tmp_path):
         script = f"from gyre_tito.store import Store; print(Store.open({str(path)!r}).load_tree('e').token_count)"
         out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         assert out.stdout.strip() == "5"
+
+
+def test_rows_of_experts_that_come_in_parts_are_put_where_they_belong():
+    from gyre_tito.calls import _joined
+
+    def rows(*values):
+        return np.array(values, np.int32).reshape(-1, 1, 1)
+
+    assert _joined([]) == (0, None)
+    for parts, first, wanted in (
+        ([(4, rows(4, 5)), (6, rows(6))], 4, [4, 5, 6]),
+        ([(4, rows(4)), (6, rows(6))], 4, [4, -1, 6]),
+        ([(4, rows(0, 0)), (5, rows(5))], 4, [0, 5]),
+    ):
+        start, joined = _joined(parts)
+        assert (start, joined[:, 0, 0].tolist()) == (first, wanted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -60,8 +60,7 @@ class CallRun:
         self.logprobs: Growable[np.float32] = Growable(np.float32)
         self.versions: Growable[np.int32] = Growable(np.int32)
         self._top: list[Any] = []
-        self._routed: list[NDArray[np.integer[Any]]] = []
-        self._routed_from: int | None = None
+        self._routed: list[tuple[int, NDArray[np.integer[Any]]]] = []
 
     async def run(self, backend: Backend, progress: Callable[[], None]) -> None:
         """Drive the engine to the call's end. `progress` is called after every chunk. Cancelling means: client gone."""
@@ -102,10 +101,8 @@ class CallRun:
         if sizes[0] and self.first_token_at is None:
             self.first_token_at = time.time()
         if chunk.routed_experts is not None:
-            if self._routed_from is None:
-                here = len(self.plan.prompt_ids) + len(self.ids)
-                self._routed_from = here if chunk.routed_from is None else chunk.routed_from
-            self._routed.append(chunk.routed_experts)
+            here = len(self.plan.prompt_ids) + len(self.ids)
+            self._routed.append((here if chunk.routed_from is None else chunk.routed_from, chunk.routed_experts))
         self.ids.extend(chunk.token_ids)
         self.logprobs.extend(chunk.logprobs)
         self.versions.extend(chunk.versions)
@@ -201,7 +198,7 @@ class CallRun:
         }
         if self.error is not None:
             meta = {**meta, "error": f"{type(self.error).__name__}: {self.error}"}
-        routed = np.concatenate(self._routed).astype(np.int16) if self._routed else None
+        routed_from, routed = _joined(self._routed)
         return CallRecord(
             index=self.plan.index,
             session=self.plan.session.info.session,
@@ -218,6 +215,19 @@ class CallRun:
             ended_at=time.time(),
             sampling=kept,
             routed_experts=routed,
-            routed_from=self._routed_from or 0,
+            routed_from=routed_from,
             meta=meta,
         )
+
+
+def _joined(parts: Sequence[tuple[int, NDArray[np.integer[Any]]]]) -> tuple[int, NDArray[np.int16] | None]:
+    """Rows that came in parts, each from its own position on, as one array and where it begins. Rows in between that
+    nobody gave are -1; of rows that came twice the later ones stand."""
+    if not parts:
+        return 0, None
+    first = min(start for start, _ in parts)
+    last = max(start + len(rows) for start, rows in parts)
+    joined = np.full((last - first, *parts[0][1].shape[1:]), -1, np.int16)
+    for start, rows in parts:
+        joined[start - first : start - first + len(rows)] = rows
+    return first, joined

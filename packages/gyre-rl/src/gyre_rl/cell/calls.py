@@ -38,13 +38,15 @@ _LENGTH = struct.Struct("<I")
 def body_of(request: GenerateRequest) -> CallBody:
     """The request as it travels."""
     prompt = np.ascontiguousarray(request.prompt_ids, "<i4").tobytes()
-    return CallBody(request.request_id, request.session, prompt, request.sampling, request.routed_experts)
+    return CallBody(
+        request.request_id, request.session, prompt, request.sampling, request.routed_experts, request.routed_from
+    )
 
 
 def request_of(body: CallBody) -> GenerateRequest:
     """The request as the engine takes it; `prompt_ids` is a list of ints."""
     prompt = np.frombuffer(body.prompt, "<i4").tolist()
-    return GenerateRequest(body.request_id, body.session, prompt, body.sampling, body.routed_experts)
+    return GenerateRequest(body.request_id, body.session, prompt, body.sampling, body.routed_experts, body.routed_from)
 
 
 def _chunk_body(chunk: GenerateChunk) -> ChunkBody:
@@ -57,13 +59,16 @@ def _chunk_body(chunk: GenerateChunk) -> ChunkBody:
         chunk.cached_tokens,
         None if routed is None else np.asarray(routed, "<i4").tobytes(),
         () if routed is None else tuple(routed.shape),
+        chunk.routed_from,
     )
 
 
 def _chunk_of(body: ChunkBody) -> GenerateChunk:
     routed = None if body.routed is None else np.frombuffer(body.routed, "<i4").reshape(body.routed_shape)
     finish = FinishReason(body.finish) if body.finish else None
-    return GenerateChunk(body.token_ids, body.logprobs, body.versions, finish, body.cached_tokens, routed)
+    return GenerateChunk(
+        body.token_ids, body.logprobs, body.versions, finish, body.cached_tokens, routed, body.routed_from
+    )
 
 
 async def answer_call(request: web.Request, engine: Engine, body: CallBody) -> web.StreamResponse:

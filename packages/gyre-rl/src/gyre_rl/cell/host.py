@@ -185,8 +185,7 @@ class CellHost:
             if not self._trainer_up:
                 await self.trainer.start(source, core=self.body.core)
                 if self.trainer.facts is not None and source.kind != "delta":  # which has not all of the weights
-                    replay = EngineCapability.ROUTED_EXPERTS in self.engine.capabilities
-                    require_facts(self.trainer.facts, Path(source.location), replay=replay)
+                    require_facts(self.trainer.facts, Path(source.location), replay=self.body.replays_experts)
                 self._trainer_up = True
             else:
                 await self.trainer.onload()

@@ -42,6 +42,8 @@ class CellBody:
     accelerators: int = 0
     base_dir: str = "."
     kv: KVSettings = KVSettings()
+    replays_experts: bool = False
+    """The run records routed experts; its trainer must replay them."""
     load_every_s: float = 0.25
     """How often a rollout cell reports its load."""
 
@@ -68,6 +70,7 @@ class CallBody:
     prompt: bytes
     sampling: SamplingParams
     routed_experts: bool = False
+    routed_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class ChunkBody:
     cached_tokens: int | None = None
     routed: bytes | None = None
     routed_shape: tuple[int, ...] = ()
+    routed_from: int | None = None
     error: Fault | None = None
 
 

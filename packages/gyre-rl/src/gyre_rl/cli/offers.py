@@ -47,6 +47,16 @@ def engine_problems(config: RunConfig, offered: Iterable[EngineCapability]) -> I
         )
 
 
+def expert_problems(config: RunConfig, offered: Iterable[EngineCapability]) -> Iterator[Problem]:
+    """Experts are to be recorded by an engine that tells none."""
+    if config.model.routed_experts and EngineCapability.ROUTED_EXPERTS not in set(offered):
+        yield Problem(
+            "model.routed_experts",
+            f"got true with the engine {config.engine.name!r}, which as it is configured tells no experts; expected "
+            "one that does (see its options), or false",
+        )
+
+
 def objective_problems(config: RunConfig) -> Iterator[Problem]:
     """What is wrong with the objective of a trainer that takes gyre-loss's."""
     options = config.trainer.options

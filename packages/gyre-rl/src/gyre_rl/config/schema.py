@@ -45,6 +45,8 @@ class ModelConfig:
     """config.json that `gyre check` estimates memory from where the model's folder is not at hand."""
     family: str | None = None
     """Name of the chat format (renderer); found from the model's config when absent."""
+    routed_experts: bool = False
+    """Mixture-of-experts models: engines record which experts each token went through, and trainers replay them."""
 
 
 @dataclass(frozen=True, slots=True)

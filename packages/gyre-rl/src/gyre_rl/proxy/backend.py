@@ -104,33 +104,40 @@ def sampling_of(sampling: Sampling) -> SamplingParams:
 class CellBackend:
     """gyre-tito's backend over the cells of the run."""
 
-    def __init__(self, http: aiohttp.ClientSession, token: str, router: Router) -> None:
-        self._http, self._token, self._router = http, token, router
+    def __init__(self, http: aiohttp.ClientSession, token: str, router: Router, *, experts: bool = False) -> None:
+        self._http, self._token, self._router, self._experts = http, token, router, experts
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[TitoChunk]:
         """Sample `call` on whatever cells it is routed to; see the module's invariant."""
         session = f"{call.execution}/{call.session}"
         request = GenerateRequest(
-            call.call_id, session, cast("Sequence[int]", call.prompt_ids), sampling_of(call.sampling)
+            call.call_id,
+            session,
+            cast("Sequence[int]", call.prompt_ids),
+            sampling_of(call.sampling),
+            routed_experts=self._experts,
+            routed_from=call.new_from if self._experts else None,
         )
         ask = RouteAsk(session, call.execution, len(call.prompt_ids), first_prefix(call))
         sampled: list[int] = []
+        start = len(call.prompt_ids)
         cached, segments, tries = 0, 0, 0
         try:
             while True:
                 route = await self._router.route(replace(ask, prompt_tokens=len(call.prompt_ids) + len(sampled)))
                 ask = replace(ask, lost="", prefix=())
-                before = len(sampled)
+                had = len(sampled)
                 try:
                     async for chunk in call_cell(self._http, route.base_url, self._token, _continued(request, sampled)):
+                        before = len(sampled)
                         sampled.extend(chunk.token_ids)
                         if segments == 0 and chunk.cached_tokens is not None:
                             cached = chunk.cached_tokens
                         if chunk.finish is FinishReason.ABORT:
                             if chunk.token_ids:
-                                yield _tito(replace(chunk, finish=None))
+                                yield _tito(replace(chunk, finish=None), start + before)
                             break
-                        yield _tito(chunk)
+                        yield _tito(chunk, start + before)
                         if chunk.finish is not None:
                             segments += 1
                             return
@@ -138,8 +145,8 @@ class CellBackend:
                     ask = replace(ask, lost=route.cell)
                 except CellRefusesError:
                     pass  # it began to drain after the route was given; the next route knows
-                segments += len(sampled) > before
-                tries = 0 if len(sampled) > before else tries + 1
+                segments += len(sampled) > had
+                tries = 0 if len(sampled) > had else tries + 1
                 if len(sampled) >= request.sampling.max_tokens:
                     yield TitoChunk((), (), (), "length")
                     return
@@ -160,7 +167,8 @@ def _continued(request: GenerateRequest, sampled: list[int]) -> GenerateRequest:
     if not sampled:
         return request
     prompt = np.concatenate([np.asarray(request.prompt_ids, np.int32), np.asarray(sampled, np.int32)])
-    return replace(request, prompt_ids=cast("Sequence[int]", prompt), sampling=shorten(request.sampling, len(sampled)))
+    rest = shorten(request.sampling, len(sampled))
+    return replace(request, prompt_ids=cast("Sequence[int]", prompt), sampling=rest, routed_from=None)
 
 
 _FINISH: dict[FinishReason, TitoFinish] = {
@@ -170,10 +178,17 @@ _FINISH: dict[FinishReason, TitoFinish] = {
 }
 
 
-def _tito(chunk: GenerateChunk) -> TitoChunk:
+def _tito(chunk: GenerateChunk, at: int) -> TitoChunk:
+    """The chunk as the proxy takes it; `at` is the position of its first token. The pass that sampled that token read
+    the one before: rows of experts begin there unless the chunk says where."""
     finish = _FINISH[chunk.finish] if chunk.finish else None
-    routed = None if chunk.routed_experts is None else np.asarray(chunk.routed_experts)
-    return TitoChunk(chunk.token_ids, chunk.logprobs, chunk.versions, finish, chunk.cached_tokens, routed)
+    if chunk.routed_experts is None:
+        return TitoChunk(chunk.token_ids, chunk.logprobs, chunk.versions, finish, chunk.cached_tokens)
+    first = at - 1 if chunk.routed_from is None else chunk.routed_from
+    rows = np.asarray(chunk.routed_experts)
+    return TitoChunk(
+        chunk.token_ids, chunk.logprobs, chunk.versions, finish, chunk.cached_tokens, rows, routed_from=first
+    )
 
 
 PREFIX_BLOCK = 64

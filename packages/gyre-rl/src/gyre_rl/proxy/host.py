@@ -29,6 +29,7 @@ class ProxyBody:
     model_name: str
     max_context: int | None = None
     family: str | None = None
+    routed_experts: bool = False
     host: str = "127.0.0.1"
     port: int = 0
 
@@ -116,7 +117,7 @@ class ProxyHost:
         body = self._body
         self._store = Store.open(body.store, writable=True, durability="process")
         chat = load_format(body.tokenizer, family=body.family)
-        backend = CellBackend(http, self._spec.token, LinkRouter(link))
+        backend = CellBackend(http, self._spec.token, LinkRouter(link), experts=body.routed_experts)
         limits = Limits(context_limit=body.max_context)
         self._service = TitoService(backend, self._store, chat, model=body.model_name, limits=limits)
         self._server = ProxyServer(self._service, host=body.host, port=body.port)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from gyre_core import MicroBatch
 from gyre_loss import groups
 from gyre_loss.assemble import ExecutionRecord, GroupBatch, assemble_group
@@ -49,7 +51,11 @@ def build_group(
 
     Micro-batches are named `<group>.<i>`; a group without any gradient (equal scores, gated) has none.
     """
-    records = [ExecutionRecord(m.execution, m.status, m.score, m.tree) for m in members]
+    experts = _experts([m.tree for m in members])
+    records = [
+        ExecutionRecord(m.execution, m.status, m.score, m.tree, routed_experts=rows)
+        for m, rows in zip(members, experts, strict=True)
+    ]
     group = assemble_group(
         records,
         trainer_version=trainer_version,
@@ -68,3 +74,16 @@ def build_group(
         spread=statistics.pstdev(scores) if scores else 0.0,
         scores=scores,
     )
+
+
+def _experts(trees: Sequence[Any]) -> list[Any]:
+    """Recorded experts of each tree, int16[N, layers, top_k]; where others have some, a tree without has -1: what the
+    router chooses."""
+    known = [getattr(tree, "routed_experts", None) for tree in trees]
+    shape = next((rows.shape[1:] for rows in known if rows is not None), None)
+    if shape is None:
+        return known
+    return [
+        rows if rows is not None or tree is None else np.full((len(tree.token_ids), *shape), -1, np.int16)
+        for rows, tree in zip(known, trees, strict=True)
+    ]

@@ -88,6 +88,7 @@ class Cells:
             threads=config.cells.threads,
             accelerators=config.cells.accelerators,
             base_dir=config.base_dir,
+            replays_experts=config.model.routed_experts,
             kv=KVSettings(config.kv.transport, config.kv.digest, config.kv.finite),
         )
         threads = str(config.cells.threads)

@@ -156,6 +156,7 @@ class Parts:
             model_name=config.name,
             max_context=config.limits.max_context_tokens,
             family=config.model.family,
+            routed_experts=config.model.routed_experts,
             host=config.proxy.host,
             port=config.proxy.port,
         )
