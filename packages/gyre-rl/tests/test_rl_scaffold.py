@@ -10,7 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 from gyre_core import ConfigError, Kind, PluginManager
+from gyre_rl.cli.app import app
 from gyre_rl.scaffold import KINDS, write_plugin
 from gyre_rl.scaffold.write import contents, names_of
 
@@ -100,3 +102,9 @@ def test_the_command_shows_the_options_of_a_component(capsys):
     assert [c["kind"] for c in json.loads(capsys.readouterr().out)["components"]] == ["launcher"]
     with pytest.raises(ConfigError, match="the kind 'lancher'"):
         list_plugins(Console(), "lancher", manager)
+
+
+def test_the_help_names_every_kind_that_there_is_a_template_for():
+    new = typer.main.get_command(app).commands["plugin"].commands["new"]
+    (kind,) = (param for param in new.params if param.name == "kind")
+    assert kind.help.split(", ") == [kind.value for kind in KINDS]

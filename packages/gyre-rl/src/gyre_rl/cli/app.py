@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from gyre_rl.cli.console import Console, reported
+from gyre_rl.scaffold import KINDS
 
 app = typer.Typer(
     name="gyre",
@@ -193,9 +194,7 @@ def plugins(
 
 @plugin_app.command()
 def new(
-    kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="engine, harness, launcher, sandbox, scorer, sink, taskset")
-    ],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=", ".join(KINDS))],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the component, such as my-thing.")],
     into: Annotated[Path, typer.Option("--into", help="Folder to write gyre-NAME into.")] = Path(),
     json: Json = False,
@@ -207,7 +206,7 @@ def new(
         from gyre_rl.scaffold import write_plugin
 
         written = [str(path) for path in write_plugin(kind, name, into)]
-        after = f"cd {into / f'gyre-{name}'} && pip install -e '.[test]' && pytest"
+        after = f"cd {into / f'gyre-{name}'} && uv pip install -e '.[test]' && pytest"
         console.result({"ok": True, "files": written}, "\n".join([*written, "", f"Next:  {after}"]))
 
 
