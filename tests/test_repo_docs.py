@@ -45,14 +45,35 @@ def test_the_slow_code_of_a_page_runs(page):
     assert docs.run_page(page, slow=True) == []
 
 
+def linked(page):
+    """The files that a page's links name, existing or not."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    local = [target for target in targets if not re.match(r"[a-z]+:|#", target)]
+    return [(page.parent / target.partition("#")[0]).resolve() for target in local]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
-    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"[a-z]+:", target) or target.startswith("#"):
-            continue
-        file = (page.parent / target.partition("#")[0]).resolve()
-        assert file.exists(), f"{page}: {target} leads nowhere"
+    for file in linked(page):
+        assert file.exists(), f"{page}: a link to {file} leads nowhere"
+
+
+def unreachable(index):
+    """Pages beside and below an index that neither it nor a page it links to names."""
+    first = {file for file in linked(index) if file.suffix == ".md"}
+    second = {file for page in first for file in linked(page)}
+    return sorted(set(index.parent.rglob("*.md")) - first - second - {index})
+
+
+def test_every_page_is_linked_from_the_index_or_from_a_page_that_it_links():
+    assert unreachable(ROOT / "docs" / "index.md") == []
+
+
+def test_a_page_two_links_away_from_the_index_is_found(tmp_path):
+    for name, text in {"index": "[a](a.md#x)", "a": "[b](b.md)", "b": "[c](c.md)", "c": "`[d](d.md)`"}.items():
+        (tmp_path / f"{name}.md").write_text(text)
+    assert unreachable(tmp_path / "index.md") == [tmp_path / "c.md"]
 
 
 def test_the_runner_runs_what_it_should_and_reports_failures(tmp_path):
