@@ -8,13 +8,13 @@ standard library alone. Not here: log-probabilities, which the ring compares on 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from gyre_core.errors import InfrastructureError
-from gyre_core.facts import ModelFacts, experts_of, rope_of
+from gyre_core.facts import ModelFacts, counted, experts_of, rope_of
 from gyre_core.ranks.tensorfile import TensorFile, files_of
 
-_BUFFERS = (".inv_freq", ".masked_bias")
 _HEAD = "lm_head.weight"
 
 
@@ -29,7 +29,7 @@ def facts_at(folder: Path) -> ModelFacts:
         ) from error  # fmt: skip
     entries = {name: entry for path in files_of(folder) for name, entry in TensorFile(path).entries.items()}
     tied = bool(config.get("tie_word_embeddings", _HEAD not in entries))
-    trained = [name for name in entries if not name.endswith(_BUFFERS) and not (tied and name == _HEAD)]
+    trained = [name for name in entries if counted(name, config) and not (tied and name == _HEAD)]
     return ModelFacts(
         architecture=(config.get("architectures") or [""])[0], parameters=sum(entries[name].count for name in trained),
         tied=tied, vocabulary=vocabulary, padded_vocabulary=vocabulary, rope=rope_of(config),
@@ -41,7 +41,8 @@ def require_facts(found: ModelFacts, folder: Path, *, replay: bool) -> None:
     """InfrastructureError that names the first fact in which the trainer's model is not the one in `folder`; what the
     folder does not tell is not compared. `replay`: the engine records which experts it used, to be used again."""
     wanted = facts_at(folder)
-    rope = {key: found.rope.get(key) for key in wanted.rope}
+    nested = any(isinstance(value, Mapping) for value in found.rope.values())  # which older folders say in other words
+    rope = dict(wanted.rope) if nested else {key: found.rope.get(key) for key in wanted.rope}
     told: list[tuple[str, object, object]] = [
         ("architecture", found.architecture, wanted.architecture or found.architecture),
         ("tied embeddings", found.tied, wanted.tied),
