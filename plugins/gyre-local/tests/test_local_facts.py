@@ -1,4 +1,4 @@
-"""Facts of real models are those of the folders that they were saved to, whatever a family saves beside its parameters."""
+"""Facts of real models are those of the folders they were saved to, whatever a family saves beside its parameters."""
 
 from __future__ import annotations
 
