@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from gyre_core import ComponentContext, ConfigError, ExecRequest
+from gyre_core import ComponentContext, ConfigError, ExecRequest, InfrastructureError
 from gyre_harnesses.options import LocalOptions
 from gyre_harnesses.sandbox import cgroups
 from gyre_harnesses.sandbox.local import LocalSandbox
@@ -60,6 +60,63 @@ def test_limits_are_written_as_each_version_takes_them(tmp_path):
     assert Path(first.folders[1], "pids.max").read_text() == "18"
     with pytest.raises(OSError):
         cgroups.make(cgroups.Place(2, (str(tmp_path / "absent"),)), "w", 1, 1)
+
+
+@pytest.mark.parametrize(("version", "names"), [(1, cgroups._FIRST_NAMES), (2, ("memory.max", "memory.swap.max"))])
+def test_a_kernel_that_counts_no_swap_gives_groups_all_the_same(tmp_path, version, names):
+    limit, swap = tmp_path / names[0], tmp_path / names[1]
+    limit.touch()
+    swap.symlink_to("/sys/gyre-absent")  # as in a control group's folder: not there, and not even root can make it
+    with pytest.raises(OSError):
+        swap.write_text("0")
+    cgroups._limit(cgroups.Group(version, (str(tmp_path),)), 1 << 20, 10)
+    assert (limit.read_text(), (tmp_path / "pids.max").read_text()) == (str(1 << 20), "18")
+
+
+def test_a_process_of_another_namespace_is_not_taken_for_our_own_group(tmp_path, monkeypatch):
+    (tmp_path / "cgroup.procs").write_text("0\n17\n")
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    cgroups._kill(str(tmp_path))
+    assert killed == [17]
+
+
+@pytest.fixture
+def unjoined(tmp_path, monkeypatch):
+    """Groups can be made, it seems, but no process can join one."""
+    place = cgroups.Place(2, (str(tmp_path),))
+    monkeypatch.setattr(cgroups, "find", lambda _: place)
+    monkeypatch.setattr(cgroups, "make", lambda *_: cgroups.Group(2, (f"{tmp_path}/gone",)))
+
+
+async def test_where_no_process_can_join_a_group_there_are_none(unjoined, tmp_path):
+    made = LocalSandbox(LocalOptions(), ComponentContext(str(tmp_path / "run"), "test"))
+    try:
+        assert "as a process joins a group" in str((await made.isolation()).place)
+        workspace = await made.create("w", {})
+        assert (await run(workspace, "echo on")).stdout == b"on\n"
+    finally:
+        await made.close()
+    named = LocalSandbox(LocalOptions(cgroup=str(tmp_path)), ComponentContext(str(tmp_path / "run"), "test"))
+    with pytest.raises(ConfigError, match="no process can join"):
+        await named.isolation()
+    await named.close()
+    assert os.listdir(tmp_path / "run" / "workspaces") == []
+
+
+async def test_a_process_that_stays_leaves_neither_folders_nor_other_workspaces(tmp_path, monkeypatch):
+    def stays(group):
+        raise InfrastructureError(f"removing the control group {group.folders[0]}", got="processes that stay")
+
+    monkeypatch.setattr(cgroups.Group, "end", stays)
+    options = LocalOptions(cgroup="none")
+    made = LocalSandbox(options, ComponentContext(str(tmp_path), "test"))
+    for name in "abc":
+        workspace = await made.create(name, {})
+        workspace._group = None if name == "b" else cgroups.Group(2, (f"/{name}",))
+    with pytest.raises(InfrastructureError, match=r"control group /[ac]"):
+        await made.close()
+    assert os.listdir(tmp_path / "workspaces") == []
 
 
 async def test_a_folder_asked_for_by_name_is_used_or_refused(tmp_path):

@@ -64,8 +64,10 @@ class Group:
 def _kill(folder: str) -> None:
     with contextlib.suppress(OSError):
         for word in Path(folder, "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(word), signal.SIGKILL)
+            # Version 2 prints 0 for a process of a namespace beyond ours; killing 0 would end our own process group.
+            if pid := int(word):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def find(asked: str, *, proc: Path = Path("/proc/self")) -> Place | str:
@@ -108,8 +110,12 @@ def _limit(group: Group, memory_bytes: int, processes: int) -> None:
     memory, pids = group.folders[0], group.folders[-1]
     names = ("memory.max", "memory.swap.max") if group.version == 2 else _FIRST_NAMES
     Path(memory, names[0]).write_text(str(memory_bytes))
-    with contextlib.suppress(FileNotFoundError):  # a kernel that does not count swap
-        Path(memory, names[1]).write_text("0" if group.version == 2 else str(memory_bytes))
+    swap = Path(memory, names[1])
+    try:
+        swap.write_text("0" if group.version == 2 else str(memory_bytes))
+    except OSError:  # no such file on a kernel that does not count swap, and none can be made in these filesystems
+        if swap.exists():
+            raise
     Path(pids, "pids.max").write_text(str(processes + _OWN))
 
 
@@ -117,7 +123,7 @@ _FIRST_NAMES = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
 
 
 def _usable(place: Place) -> Place | str:
-    """`place` if a group can be made there; clears what runs that were killed left there."""
+    """`place` if a group can be made there (not whether it can be joined); clears what runs that were killed left."""
     try:
         if place.version == 2:
             Path(place.folders[0], "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))

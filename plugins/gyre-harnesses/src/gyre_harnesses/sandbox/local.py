@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import logging
 import os
 import shutil
 import socket
@@ -18,12 +19,15 @@ import stat
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gyre_core import CapabilityError, ComponentContext, ConfigError, ExecRequest, ExecResult, InfrastructureError
 
 from gyre_harnesses.options import LocalOptions
 from gyre_harnesses.sandbox import cgroups, paths, snapshots
 from gyre_harnesses.sandbox.spawner import Channel, Spawner
+
+log = logging.getLogger("gyre.sandbox")
 
 _PARTS = ("work", "home", "tmp", "root")
 _UIDS = 10_000
@@ -137,10 +141,12 @@ class LocalWorkspace:
         self._closed = True
         self._tell_closed(self)
         self._channel.close()
-        if self._group is not None:
-            await asyncio.to_thread(self._group.end)
-        if not self._keep:
-            await asyncio.to_thread(remove, self._folder)
+        try:
+            if self._group is not None:
+                await asyncio.to_thread(self._group.end)
+        finally:
+            if not self._keep:
+                await asyncio.to_thread(remove, self._folder)
 
 
 def remove(folder: str) -> None:
@@ -189,18 +195,15 @@ class LocalSandbox:
     async def _find_isolation(self) -> Isolation:
         asked, place = self.options.isolation, await asyncio.to_thread(cgroups.find, self.options.cgroup)
         if isinstance(place, str) and self.options.cgroup not in ("auto", "none"):
-            raise ConfigError(
-                "starting the sandbox 'local'",
-                got=f"no control group can be made in {self.options.cgroup}: {place}",
-                expected="a delegated folder of version 2 without processes",
-                fix="Set the sandbox's option cgroup to auto, or delegate the folder to this user.",
-            )
+            raise _no_group(f"no control group can be made in {self.options.cgroup}: {place}")
         refusals: list[str] = []
         for level in ("namespaces", "landlock", "none") if asked == "auto" else (asked,):
-            folder = self._new_folder()
-            channel, hello = await self._spawner.keeper("probe", self._setup(folder, level, None))
-            channel.close()
-            remove(folder)
+            hello = await self._probed(level, place)
+            if "error" in hello and isinstance(place, cgroups.Place):
+                alone = await self._probed(level, "not joined")
+                if "error" not in alone:
+                    place = self._unjoined(place, hello["error"])
+                hello = alone
             if "error" not in hello:
                 return Isolation(level, (*refusals, *hello["problems"]), place)
             refusals.append(f"{level}: {hello['error']}")
@@ -212,6 +215,25 @@ class LocalSandbox:
             expected=f"isolation {asked!r}" + (" at the level 'namespaces'" if self.options.require else ""),
             fix="Allow user namespaces on this host, or choose a lower isolation level.",
         )
+
+    async def _probed(self, level: str, place: cgroups.Place | str) -> Mapping[str, Any]:
+        """What the keeper of a throwaway workspace says, in a group where there is a place for one."""
+        folder, group = self._new_folder(), None
+        try:
+            group = self._group(place)
+            channel, hello = await self._spawner.keeper("probe", self._setup(folder, level, group))
+            channel.close()
+        finally:
+            if group is not None:
+                await _end(group)
+            remove(folder)
+        return hello
+
+    def _unjoined(self, place: cgroups.Place, why: str) -> str:
+        """Why there are no groups though they can be made; ConfigError when the folder was asked for by name."""
+        if self.options.cgroup != "auto":
+            raise _no_group(f"no process can join a control group in {self.options.cgroup}: {why}")
+        return f"version {place.version}: {why} as a process joins a group in {place.folders[0]}"
 
     def _new_folder(self) -> str:
         try:
@@ -234,9 +256,8 @@ class LocalSandbox:
     def _uid(self) -> int:
         return self.options.uid_base + self._made % _UIDS if os.geteuid() == 0 else os.geteuid()
 
-    def _group(self) -> cgroups.Group | None:
+    def _group(self, place: cgroups.Place | str) -> cgroups.Group | None:
         """A group for a workspace, where they can be made."""
-        place = None if self._isolation is None else self._isolation.place
         if not isinstance(place, cgroups.Place):
             return None
         try:
@@ -269,8 +290,8 @@ class LocalSandbox:
         }
 
     async def _workspace(self, name: str, folder: str) -> LocalWorkspace:
-        level = (await self.isolation()).level
-        group = self._group()
+        isolation = await self.isolation()
+        level, group = isolation.level, self._group(isolation.place)
         try:
             channel, hello = await self._spawner.keeper(name, self._setup(folder, level, group))
             if "error" in hello:
@@ -279,7 +300,7 @@ class LocalSandbox:
                 )
         except BaseException:
             if group is not None:
-                group.end()
+                await _end(group)
             raise
         workspace = LocalWorkspace(
             folder,
@@ -323,11 +344,34 @@ class LocalSandbox:
             raise
 
     async def close(self) -> None:
-        """End all workspaces and the spawner."""
+        """End all workspaces and the spawner; then raise the first error there was."""
+        first: InfrastructureError | None = None
         for workspace in list(self._workspaces):
-            await workspace.close()
+            try:
+                await workspace.close()
+            except InfrastructureError as error:
+                first = first or error
         self._workspaces.clear()
         self._spawner.close()
+        if first is not None:
+            raise first
+
+
+async def _end(group: cgroups.Group) -> None:
+    """End the group of what did not become a workspace: that it stays is told, and hides no error that matters more."""
+    try:
+        await asyncio.to_thread(group.end)
+    except InfrastructureError as error:
+        log.warning("%s", error)
+
+
+def _no_group(got: str) -> ConfigError:
+    return ConfigError(
+        "starting the sandbox 'local'",
+        got=got,
+        expected="a delegated folder of version 2 without processes",
+        fix="Set the sandbox's option cgroup to auto, or delegate the folder to this user.",
+    )
 
 
 def _give(folder: str, uid: int) -> None:
