@@ -199,7 +199,7 @@ def test_only_a_new_session_is_hashed():
     assert first_prefix(call(prompt=63)) == ()
 
 
-class ExpertEngine(CountingEngine):
+class StreamingExperts(CountingEngine):
     """Tells for each pass the position that it read, as its expert; prompt rows with the first chunk, if asked for."""
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
@@ -215,21 +215,43 @@ class ExpertEngine(CountingEngine):
             first = False
 
 
-async def test_experts_are_asked_for_from_the_new_tokens_on_and_stay_at_their_positions():
-    first, second = ExpertEngine(3, abort_after=3), ExpertEngine(4)
-    async with cell(first) as one, cell(second) as two, aiohttp.ClientSession() as http:
+class HeldExperts(CountingEngine):
+    """Tells the same of all its passes with its last chunk, as servers do; nothing when it is cut."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        async for chunk in super().generate(request):
+            if not request.routed_experts or chunk.finish in (None, FinishReason.ABORT):
+                yield chunk
+                continue
+            begin, read = request.routed_from or 0, chunk.token_ids[-1] - 1
+            rows = np.arange(begin, read + 1, dtype=np.int32).reshape(-1, 1, 1)
+            yield replace(chunk, routed_experts=rows, routed_from=begin)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "asked"),
+    [
+        (StreamingExperts, StreamingExperts, [1, 7]),
+        (HeldExperts, HeldExperts, [1, 1]),
+        (HeldExperts, StreamingExperts, [1, 1]),
+        (StreamingExperts, HeldExperts, [1, 7]),
+    ],
+)
+async def test_experts_are_asked_for_from_the_first_position_without_and_stay_at_their_positions(first, second, asked):
+    cut, whole = first(3, abort_after=3), second(4)
+    async with cell(cut) as one, cell(whole) as two, aiohttp.ClientSession() as http:
         backend = CellBackend(http, "secret", ScriptedRouter(one, two), experts=True)
         chunks = [chunk async for chunk in backend.generate(call(new_from=2))]
-    assert [request.routed_from for request in (*first.requests, *second.requests)] == [2, None]
+    assert [request.routed_from for request in (*cut.requests, *whole.requests)] == asked
     told = {}
     for chunk in chunks:
         if chunk.routed_experts is not None:
             told |= {chunk.routed_from + i: int(row[0, 0]) for i, row in enumerate(chunk.routed_experts)}
-    assert told == {position: position for position in range(2, 12)}, "all but the last token, which nothing has read"
+    assert told == {position: position for position in range(1, 12)}, "all but the last token, which nothing has read"
 
 
 async def test_experts_are_not_asked_for_otherwise():
-    engine = ExpertEngine(3)
+    engine = StreamingExperts(3)
     async with cell(engine) as url:
         chunks = await collect(ScriptedRouter(url), call())
     assert not engine.requests[0].routed_experts

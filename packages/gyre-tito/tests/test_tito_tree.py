@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from gyre_tito.records import CallRecord
@@ -136,6 +138,24 @@ def test_routed_experts_follow_their_tokens_through_splits():
     rows = arrays.routed_experts[:, 0, 0]
     by_token = dict(zip(arrays.token_ids.tolist(), rows.tolist(), strict=True))
     assert by_token == {1: 0, 2: 1, 3: 2, 4: 3, 7: 4, 8: 5, 5: -1, 6: -1}
+
+
+def test_the_row_of_a_calls_last_token_comes_with_the_first_call_below_that_read_it():
+    def told(call: CallRecord, first: int, *rows: int) -> CallRecord:
+        experts = np.array(rows, np.int16).reshape(-1, 1, 1)
+        return dataclasses.replace(call, routed_experts=experts, routed_from=first)
+
+    tree = TrajectoryTree.from_records(
+        [
+            told(record(0, -1, 0, [1, 2], [3, 4]), 0, 10, 11, 12),
+            told(record(1, 0, 3, [5], [6]), 2, 99, 14),  # branches before 4: what it read of 3 was known
+            told(record(2, 0, 4, [7], [8]), 3, 13, 15),
+            told(record(3, 0, 4, [9], [0]), 2, 98, 97, 16),  # comes later
+        ]
+    )
+    arrays = tree.to_arrays()
+    by_token = dict(zip(arrays.token_ids.tolist(), arrays.routed_experts[:, 0, 0].tolist(), strict=True))
+    assert by_token == {1: 10, 2: 11, 3: 12, 4: 13, 5: 14, 6: -1, 7: 15, 8: -1, 9: 16, 0: -1}
 
 
 def test_bad_calls_are_refused_with_a_reason():

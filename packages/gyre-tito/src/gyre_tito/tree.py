@@ -346,18 +346,20 @@ class TrajectoryTree:
         )
 
     def _routed_rows(self, order: list[int], starts: NDArray[np.int64]) -> NDArray[np.int16] | None:
-        """Expert choices aligned with preorder tokens, -1 where unknown; a token takes its owning call's row."""
+        """Expert choices aligned with preorder tokens, -1 where unknown. A token takes its owning call's row; without
+        one, that of the first call below that read it (a call never reads the last token that it samples)."""
         if not self._routed:
             return None
         shape = next(iter(self._routed.values()))[1].shape[1:]
         out = np.full((int(starts[-1]), *shape), -1, dtype=np.int16)
-        for position, index in enumerate(order):
-            node = self._nodes[index]
-            if node.call not in self._routed:
-                continue
-            first, rows = self._routed[node.call]
-            low, high = max(node.depth, first), min(node.path_end, first + len(rows))
-            if low < high:
-                begin = int(starts[position]) + low - node.depth
-                out[begin : begin + high - low] = rows[low - first : high - first]
+        begins = dict(zip(order, starts.tolist(), strict=False))
+        for call, (first, rows) in self._routed.items():  # an owner before all others that have its token
+            index = self._calls[call].leaf
+            while index != ROOT and (node := self._nodes[index]).path_end > first:
+                low, high = max(node.depth, first), min(node.path_end, first + len(rows))
+                if low < high:
+                    begin = begins[index] + low - node.depth
+                    here = out[begin : begin + high - low]
+                    np.copyto(here, rows[low - first : high - first], where=here < 0)
+                index = node.parent
         return out

@@ -110,13 +110,14 @@ class CellBackend:
     async def generate(self, call: GenerateCall) -> AsyncIterator[TitoChunk]:
         """Sample `call` on whatever cells it is routed to; see the module's invariant."""
         session = f"{call.execution}/{call.session}"
+        # The pass that reads the last token sampled before is this call's first: experts are wanted from it on.
         request = GenerateRequest(
             call.call_id,
             session,
             cast("Sequence[int]", call.prompt_ids),
             sampling_of(call.sampling),
             routed_experts=self._experts,
-            routed_from=call.new_from if self._experts else None,
+            routed_from=max(0, call.new_from - 1) if self._experts else None,
         )
         ask = RouteAsk(session, call.execution, len(call.prompt_ids), first_prefix(call))
         sampled: list[int] = []
@@ -130,11 +131,12 @@ class CellBackend:
                 try:
                     async for chunk in call_cell(self._http, route.base_url, self._token, _continued(request, sampled)):
                         before = len(sampled)
+                        request = _without_rows(request, chunk, start + before)
                         sampled.extend(chunk.token_ids)
                         if segments == 0 and chunk.cached_tokens is not None:
                             cached = chunk.cached_tokens
                         if chunk.finish is FinishReason.ABORT:
-                            if chunk.token_ids:
+                            if chunk.token_ids or chunk.routed_experts is not None:
                                 yield _tito(replace(chunk, finish=None), start + before)
                             break
                         yield _tito(chunk, start + before)
@@ -168,7 +170,16 @@ def _continued(request: GenerateRequest, sampled: list[int]) -> GenerateRequest:
         return request
     prompt = np.concatenate([np.asarray(request.prompt_ids, np.int32), np.asarray(sampled, np.int32)])
     rest = shorten(request.sampling, len(sampled))
-    return replace(request, prompt_ids=cast("Sequence[int]", prompt), sampling=rest, routed_from=None)
+    return replace(request, prompt_ids=cast("Sequence[int]", prompt), sampling=rest)
+
+
+def _without_rows(request: GenerateRequest, chunk: GenerateChunk, at: int) -> GenerateRequest:
+    """The request with `routed_from` at the first position whose experts are not known after this chunk, whose first
+    token is at `at`. An engine that keeps them for its last chunk loses them when it is cut: the next cell is asked."""
+    if request.routed_from is None or chunk.routed_experts is None:
+        return request
+    first, rows = _first_row(chunk, at), len(np.asarray(chunk.routed_experts))
+    return replace(request, routed_from=first + rows) if first <= request.routed_from < first + rows else request
 
 
 _FINISH: dict[FinishReason, TitoFinish] = {
@@ -179,16 +190,19 @@ _FINISH: dict[FinishReason, TitoFinish] = {
 
 
 def _tito(chunk: GenerateChunk, at: int) -> TitoChunk:
-    """The chunk as the proxy takes it; `at` is the position of its first token. The pass that sampled that token read
-    the one before: rows of experts begin there unless the chunk says where."""
+    """The chunk as the proxy takes it; `at` is the position of its first token."""
     finish = _FINISH[chunk.finish] if chunk.finish else None
     if chunk.routed_experts is None:
         return TitoChunk(chunk.token_ids, chunk.logprobs, chunk.versions, finish, chunk.cached_tokens)
-    first = at - 1 if chunk.routed_from is None else chunk.routed_from
-    rows = np.asarray(chunk.routed_experts)
+    rows, first = np.asarray(chunk.routed_experts), _first_row(chunk, at)
     return TitoChunk(
         chunk.token_ids, chunk.logprobs, chunk.versions, finish, chunk.cached_tokens, rows, routed_from=first
     )
+
+
+def _first_row(chunk: GenerateChunk, at: int) -> int:
+    """Where the chunk's rows of experts begin. The pass that sampled its first token, at `at`, read the one before."""
+    return at - 1 if chunk.routed_from is None else chunk.routed_from
 
 
 PREFIX_BLOCK = 64
