@@ -105,9 +105,16 @@ async def test_whose_fault_it_is(tmp_path):
 
 
 async def test_only_the_model_is_behind_the_gate(tmp_path):
-    look = "import urllib.request as u, os\ntry:\n    u.urlopen(os.environ['ANTHROPIC_BASE_URL'] + '/admin')\nexcept Exception as e:\n    print(e)"
+    look = """if True:
+        import os, urllib.request as u
+        for path in ("/admin", "/v1/../admin", "/v1/%252e%252e/admin", "/v1//chat/completions", "/v1/%2563hat/completions"):
+            try:
+                u.urlopen(os.environ["ANTHROPIC_BASE_URL"] + path, b"{}")
+            except Exception as error:
+                print(error)
+    """
     end, requests, _ = await run(tmp_path, [], CommandOptions(argv=("/usr/bin/python3", "-c", look)))
-    assert end.evidence["final"] == "HTTP Error 404: Not Found\n"
+    assert end.evidence["final"] == "HTTP Error 404: Not Found\n" * 5
     assert requests == []
 
 
@@ -126,6 +133,10 @@ def test_words_are_filled_in_once():
         ("/messages/count_tokens", {"messages": []}, {"messages": []}),
         ("/responses", {"input": "x"}, {"input": "x", "max_output_tokens": 50}),
         ("/chat/completions", {"max_tokens": None}, {"max_tokens": 50}),
+        ("/chat/completions", {"max_tokens": 9e9}, {"max_tokens": 50}),
+        ("/chat/completions", '{"max_tokens": 5, "max_t\\u006fkens": 100000}', {"max_tokens": 50}),
+        ("/chat/completions", {"metadata": {"max_tokens": 1}}, {"metadata": {"max_tokens": 1}, "max_tokens": 50}),
+        ("/messages", {"max_output_tokens": 1}, {"max_output_tokens": 1, "max_tokens": 50}),
         (
             "/chat/completions",
             {"max_tokens": 20, "messages": [{"content": '"max_tokens": 999'}]},
@@ -135,7 +146,8 @@ def test_words_are_filled_in_once():
     ids=str,
 )
 def test_a_call_asks_for_no_more_tokens_than_a_call_may_have(path, body, expected):
-    assert json.loads(bounded(path, json.dumps(body).encode(), 50)) == expected
+    text = body if isinstance(body, str) else json.dumps(body)
+    assert json.loads(bounded(path, text.encode(), 50)) == expected
 
 
 def test_what_is_within_its_limit_or_no_request_is_passed_on_as_it_is():

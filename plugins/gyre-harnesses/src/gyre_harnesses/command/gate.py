@@ -24,8 +24,15 @@ _KEYS = {"authorization", "x-api-key", "api-key"}
 _LOOKED_AT = 1 << 20
 """Bytes at the end of an answer in which its usage is looked for."""
 _LARGEST = 1 << 28
-_ASKED = re.compile(rb'"max_(?:completion_|output_)?tokens"\s*:\s*(\d+)')
-_ASKING = {"/chat/completions": "max_tokens", "/completions": "max_tokens", "/messages": "max_tokens"}
+_ASKING = {
+    "/chat/completions": ("max_tokens", "max_completion_tokens"),
+    "/completions": ("max_tokens",),
+    "/messages": ("max_tokens",),
+    "/responses": ("max_output_tokens",),
+}
+"""Where tokens are asked for, and by what fields; the first is set where there is none."""
+_PLAIN = re.compile(r"/v1(?:/(?!\.)[\w.:@~+-]+)+", re.ASCII)
+"""Paths that mean the same to whoever reads them next: none with `..`, empty parts or characters written as `%63`."""
 _USAGE = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*(\d+)')
 _PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d+)')
 _CONTEXT = re.compile(r"context.?(?:length|window)|maximum context|prompt is too long", re.IGNORECASE)
@@ -73,7 +80,7 @@ class Gate:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = "/" + request.match_info["path"]
-        if not path.startswith("/v1/"):
+        if not _PLAIN.fullmatch(path):
             return web.json_response({"error": {"message": f"no {path} here; the model is under /v1"}}, status=404)
         limit = self._limit() if request.method == "POST" else None
         if limit is not None:
@@ -145,10 +152,12 @@ class Gate:
 
 
 def bounded(path: str, body: bytes, most: int) -> bytes:
-    """`body` asking for at most `most` tokens; the very same bytes when it does already, or asks for none."""
-    key = "max_output_tokens" if path == "/responses" else _ASKING.get(path)
-    asked = [int(match[1]) for match in _ASKED.finditer(body)]
-    if key is None or (asked and max(asked) <= most):
+    """`body` asking for at most `most` tokens, as a reader of JSON takes it, in which the last of equal keys counts.
+
+    The very same bytes when nothing had to change; a body that is no JSON object is for the endpoint to refuse.
+    """
+    names = _ASKING.get(path)
+    if names is None:
         return body
     try:
         whole = json.loads(body)
@@ -156,11 +165,9 @@ def bounded(path: str, body: bytes, most: int) -> bytes:
         return body
     if not isinstance(whole, dict):
         return body
-    names = [name for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if name in whole] or [key]
-    for name in names:
-        own = whole.get(name)
-        whole[name] = min(own, most) if isinstance(own, int) else most
-    return json.dumps(whole).encode()
+    asked = {name: whole.get(name) for name in names if name in whole} or {names[0]: None}
+    allowed = {name: min(own, most) if isinstance(own, int) else most for name, own in asked.items()}
+    return body if allowed == asked else json.dumps(whole | allowed).encode()
 
 
 def _last(pattern: re.Pattern[bytes], text: bytes) -> int:
