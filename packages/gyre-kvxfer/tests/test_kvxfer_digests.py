@@ -85,6 +85,27 @@ async def test_a_session_that_came_by_a_move_keeps_digests_once_it_grows():
     assert (await moved(between, sink)).tokens == 140
 
 
+@pytest.mark.parametrize("at_pin", [0, 3, 7])
+@pytest.mark.parametrize("at_freeze", [0, 3, 7])
+async def test_a_source_may_keep_more_or_fewer_digests_from_one_pin_to_the_next(at_pin, at_freeze):
+    class Forgetful(HostPool):
+        count = at_pin
+
+        async def pin(self, session):
+            p = await super().pin(session)
+            kept = KeptDigests("fast", p.kept.values[:, : self.count]) if self.count else None
+            return Pinned(p.version, p.token_ids, p.block_ids, p.generation, kept)
+
+        async def freeze(self, session):
+            self.count = at_freeze
+            return await super().freeze(session)
+
+    source, sink = filled(120), HostPool(LAYOUT, 3)
+    source.__class__ = Forgetful
+    report = await moved(source, sink, replace(FAST, freeze_below=0))
+    assert report.carried, report
+
+
 @pytest.mark.parametrize("shape", [(2, 7), (1, 8), (7,)])
 async def test_kept_digests_that_cannot_be_are_refused(shape):
     class Wrong(HostPool):

@@ -57,7 +57,8 @@ class ServedMove:
     task: asyncio.Task[None] | None = None
     tokens: TokenDigest | None = None
     sums: asyncio.Task[U64] | None = None
-    summed_from: int = 0
+    summed_after: U64 | None = None
+    """Digests that the engine had kept when summing the rest began: a later pin may come without them."""
 
 
 class MigrationServer:
@@ -361,11 +362,11 @@ class MigrationServer:
             full = n // layout.block_size
             if move.sums is None and kept.shape[1] < full:
                 move.sums = asyncio.ensure_future(sums(kept.shape[1], full * layout.block_size))
-                move.summed_from = kept.shape[1]
+                move.summed_after = kept.copy()
             return np.zeros(0, np.uint64)
         known = kept
-        if move.sums is not None:
-            known = np.hstack([kept[:, : move.summed_from], await move.sums])
+        if move.sums is not None and move.summed_after is not None:
+            known = np.hstack([move.summed_after, await move.sums])
         if known.shape[1] < layout.blocks_for(n):
             known = np.hstack([known, await sums(known.shape[1], n)])
         return known.ravel()
