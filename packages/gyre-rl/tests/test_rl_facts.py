@@ -26,9 +26,13 @@ class Trainer:
 
     def __init__(self, facts: ModelFacts | None) -> None:
         self.facts = facts
+        self.holds = False
 
     async def start(self, source: WeightSource, *, core: bool) -> None:
-        pass
+        self.holds = True
+
+    async def offload(self) -> None:
+        self.holds = False
 
 
 @pytest.fixture
@@ -40,20 +44,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def enter(folder: Path, facts: ModelFacts | None, kind: str = "disk") -> Role | None:
+async def enter(folder: Path, trainer: Trainer, kind: str = "disk") -> Role | None:
     source = WeightSource(0, str(folder), kind)
     body = CellBody(Role.TRAIN, True, source, "e", "t", replays_experts=True)
     spec = ChildSpec("m:f", "cell-0", 1, "http://x", "token", ".")
-    host = CellHost(spec, body, Engine(), Trainer(facts))  # type: ignore[arg-type]
+    host = CellHost(spec, body, Engine(), trainer)  # type: ignore[arg-type]
     await host._enter(Role.TRAIN, source)
     return host.role
 
 
 async def test_a_trainer_of_the_same_model_is_let_in(folder: Path) -> None:
     same = dataclasses.replace(facts_at(folder), router_replay=True)
-    assert await enter(folder, same) is Role.TRAIN
-    assert await enter(folder, None) is Role.TRAIN
-    assert await enter(folder, dataclasses.replace(same, parameters=1), "delta") is Role.TRAIN
+    let_in = Trainer(same)
+    assert await enter(folder, let_in) is Role.TRAIN
+    assert let_in.holds
+    assert await enter(folder, Trainer(None)) is Role.TRAIN
+    assert await enter(folder, Trainer(dataclasses.replace(same, parameters=1)), "delta") is Role.TRAIN
 
 
 @pytest.mark.parametrize(
@@ -66,5 +72,7 @@ async def test_a_trainer_of_the_same_model_is_let_in(folder: Path) -> None:
 )
 async def test_another_model_is_refused_by_the_fact(folder: Path, change: dict[str, Any], named: str) -> None:
     same = dataclasses.replace(facts_at(folder), router_replay=True)
+    refused = Trainer(dataclasses.replace(same, **change))
     with pytest.raises(InfrastructureError, match=named):
-        await enter(folder, dataclasses.replace(same, **change))
+        await enter(folder, refused)
+    assert not refused.holds, "the engine that the cell goes back to needs the memory"

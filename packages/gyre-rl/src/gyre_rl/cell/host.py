@@ -184,8 +184,12 @@ class CellHost:
         else:
             if not self._trainer_up:
                 await self.trainer.start(source, core=self.body.core)
-                if self.trainer.facts is not None and source.kind != "delta":  # which has not all of the weights
-                    require_facts(self.trainer.facts, Path(source.location), replay=self.body.replays_experts)
+                try:
+                    if self.trainer.facts is not None and source.kind != "delta":  # which has not all of the weights
+                        require_facts(self.trainer.facts, Path(source.location), replay=self.body.replays_experts)
+                except GyreError:
+                    await self.trainer.offload()  # the engine that the cell goes back to needs the memory
+                    raise
                 self._trainer_up = True
             else:
                 await self.trainer.onload()
