@@ -163,7 +163,7 @@ def _resting(directory: RunDirectory) -> set[str]:
     """Executions that are under way and at rest."""
     with Store.open(directory.store) as store:
         under_way = {info.execution for info in store.executions() if info.closed_at is None}
-    return {name for name in under_way if Rests(directory.rests).find(name) is not None}
+    return {name for name in under_way if Rests(directory.rests, "shell").find(name) is not None}
 
 
 def _check_what_rested_went_on(rested: set[str], after) -> None:

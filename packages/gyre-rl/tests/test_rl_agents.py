@@ -116,6 +116,19 @@ async def test_a_cut_that_comes_before_the_sandbox_is_made_holds(tmp_path):
     await host.close()
 
 
+async def test_a_cut_that_comes_before_the_execution_holds(tmp_path):
+    """A step may close between the moment an execution is opened and its job's arrival here."""
+    played = Slow()
+    played.judged.set()
+    host, sandbox = make_host(tmp_path, played)
+    sandbox.open.set()
+    await host.cut(Cut("g.0", "the step closed"))
+    async with asyncio.timeout(30):
+        outcome = await host.run(job())
+    assert (outcome.end.reason, played.wrote.is_set()) == ("the step closed", False)
+    await host.close()
+
+
 async def test_a_workspace_outlives_its_deadline_until_it_is_scored(tmp_path, monkeypatch):
     monkeypatch.setattr(agents, "WALL_SLACK_S", 0.05)
     played = Slow()

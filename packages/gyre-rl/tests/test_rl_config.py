@@ -70,6 +70,7 @@ class Plugin:
         yield Registration(Kind.TRAINER, "other", "nowhere:It", options="gyre_test_options:TrainerOptions")
         yield Registration(Kind.OBJECTIVE, "capped", "my_objectives:Capped")
         yield Registration(Kind.TRANSPORT, "pigeon", "nowhere:Pigeon")
+        yield Registration(Kind.TRANSPORT, "absent", "nowhere:Absent", requires=("no_such_module_here",))
 
 
 @pytest.fixture
@@ -415,6 +416,7 @@ def test_every_key_is_read_by_somebody():
 def test_the_transport_is_one_that_there_is(plugins):
     for name in ("auto", "tcp", "pigeon"):
         assert loads(SMALL + f'[kv]\ntransport = "{name}"\n', "/", plugins).kv.transport == name
+    assert problems_of(SMALL + '[kv]\ntransport = "absent"\n', plugins), "its modules are missing"
     (problem,) = problems_of(SMALL + '[kv]\ntransport = "pigeons"\n', plugins)
     assert problem.startswith("text:6: kv.transport: got 'pigeons', expected one of auto, process_vm, nixl, shm, tcp")
     assert problem.endswith("did you mean 'pigeon'?")

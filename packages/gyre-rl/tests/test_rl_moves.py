@@ -82,7 +82,9 @@ async def test_a_plugins_transport_is_tried_first_and_can_be_named(monkeypatch: 
     manager = PluginManager()
     manager.add(Plugin())
     monkeypatch.setattr(manager, "load", lambda kind, name: Pigeon)
-    extra = installed_transports(manager, ComponentContext(".", "cell-1"))
+    context = ComponentContext(".", "cell-1")
+    assert installed_transports(manager, context, "tcp") == (), "one that the run does not use is not made"
+    extra = installed_transports(manager, context, "auto")
     assert [each.name for each in extra] == ["pigeon"], "one that lacks its modules is left out"
     (pigeon,) = extra
     for settings, opened in ((KVSettings(), 1), (KVSettings("pigeon"), 2), (KVSettings("tcp"), 2)):

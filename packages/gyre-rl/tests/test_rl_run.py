@@ -167,7 +167,7 @@ class Still:
 
 
 async def test_a_rest_is_whole_or_the_one_before(tmp_path):
-    rests = Rests(tmp_path / "rests")
+    rests = Rests(tmp_path / "rests", "shell")
     assert rests.find("e/1") is None
     for number in range(3):
         await rests.keep("e/1", Still(number), bytes([number]))
@@ -178,9 +178,28 @@ async def test_a_rest_is_whole_or_the_one_before(tmp_path):
     found = rests.find("e/1")
     assert (found.state, Path(rests.snapshot(found)).read_text()) == (b"\x02", "2")
     assert len(list((tmp_path / "rests").iterdir())) == 2
+    assert Rests(tmp_path / "rests", "other").find("e/1") is None, "the state of one harness is none for another"
+    (tmp_path / "rests" / "e_1.9.snapshot.17.partial").write_bytes(b"of a process that was killed")
     rests.forget("e/1")
     rests.forget("e/1")
     assert list((tmp_path / "rests").iterdir()) == []
+
+
+async def test_a_record_that_cannot_be_read_is_none(tmp_path):
+    rests = Rests(tmp_path, "shell")
+    await rests.keep("e.1", Still(), b"state")
+    await rests.keep("e.10", Still(), b"state")
+    (record,) = tmp_path.glob("e.1.rest.json")
+    record.write_bytes(record.read_bytes()[:20])
+    assert rests.find("e.1") is None
+    rests.forget("e.1")
+    assert rests.find("e.10") is not None, "another execution whose name begins alike"
+    Path(rests.snapshot(rests.find("e.10"))).unlink()
+    assert rests.find("e.10") is None, "its snapshot is gone"
+    for name in ("e.2", "e.20", "e.3"):
+        await rests.keep(name, Still(), b"state")
+    rests.keep_only({"e.2", "e.3"})
+    assert [rests.find(name) is not None for name in ("e.2", "e.20", "e.3")] == [True, False, True]
 
 
 async def test_an_execution_is_put_at_rest_when_it_is_time_and_trouble_with_that_is_no_end():
@@ -214,7 +233,7 @@ async def test_what_ended_is_kept_what_rests_goes_on_and_the_rest_starts_again(t
         await store.close_execution("g000000.0", Status.COMPLETED, Score(1.0))
         await store.close_execution("g000001.0", Status.TIMEOUT, Score(0.25))
         await store.close_execution("g000001.1", Status.FAILED)
-    rests = Rests(directory.rests)
+    rests = Rests(directory.rests, "shell")
     for name in ("g000001.1", "g000002.1"):  # the first one's attempt failed: its rest is of no use
         await rests.keep(name, Still(), b"state")
     bus.emit(ev.GroupReady("g000000", 0, 1))
@@ -222,7 +241,7 @@ async def test_what_ended_is_kept_what_rests_goes_on_and_the_rest_starts_again(t
     bus.emit(ev.Evaluated("heldout", 0, 0, 0.2, 1, 1))
     bus.close()
     with Store.open(directory.store) as store:
-        past = read_past(directory, ev.read_log(directory.events), store)
+        past = read_past(directory, ev.read_log(directory.events), store, Rests(directory.rests, "shell"))
     assert past.version == 1
     assert [group.name for group in past.groups] == ["g000001", "g000002"]
     kept = past.groups[0]
@@ -243,7 +262,7 @@ def test_a_log_ahead_of_its_checkpoints_is_an_error(tmp_path):
         pass
     log = [ev.StepApplied(4, 5, 1.0, 1.0).at(0.0)]
     with Store.open(directory.store) as store, pytest.raises(InfrastructureError, match="step 4 is applied"):
-        read_past(directory, log, store)
+        read_past(directory, log, store, Rests(directory.rests, "shell"))
 
 
 def test_a_full_disk_stops_the_log_with_a_clear_error(tmp_path):

@@ -74,6 +74,12 @@ def test_the_metadata_is_what_discovery_needs():
         assert not any("$" in text for text in files.values())
 
 
+def test_the_command_names_every_kind():
+    from gyre_rl.cli.app import PLUGIN_KINDS
+
+    assert ", ".join(kind.value for kind in KINDS) == PLUGIN_KINDS
+
+
 @pytest.mark.parametrize("name", ["My", "my_thing", "-x", "x-", "", "../up", "class", "1a"])
 def test_names_that_no_package_can_have_are_refused(name, tmp_path):
     with pytest.raises(ConfigError, match="such as my-thing"):

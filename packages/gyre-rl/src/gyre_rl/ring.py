@@ -29,6 +29,7 @@ from gyre_core import (
 from gyre_sched import events as sched
 from gyre_tito import Store
 
+from gyre_rl.agents.rests import Rests
 from gyre_rl.config.schema import RunConfig
 from gyre_rl.run.atrest import contributions_at_rest
 from gyre_rl.run.directory import RunDirectory
@@ -52,7 +53,7 @@ async def run(config: RunConfig, *, resume: bool = False, view: EventSink | None
     directory = RunDirectory(Path(config.dir or f"runs/{config.name}").absolute())
     plugins = PluginManager.installed()
     with directory.lock():
-        past = _past(directory) if resume else None
+        past = _past(directory, Rests(directory.rests, config.harness.name)) if resume else None
         plugins.hooks.hook.gyre_run_started(run_dir=str(directory.root))
         ok = False
         try:
@@ -64,9 +65,12 @@ async def run(config: RunConfig, *, resume: bool = False, view: EventSink | None
         return summary
 
 
-def _past(directory: RunDirectory) -> Past:
+def _past(directory: RunDirectory, rests: Rests) -> Past:
+    """What earlier lives left. Rests of executions that do not go on are deleted."""
     with Store.open(directory.store) as store:
-        return read_past(directory, read_log(directory.events), store)
+        past = read_past(directory, read_log(directory.events), store, rests)
+    rests.keep_only({name for group in (*past.groups, *past.evaluations.values()) for name in group.at_rest})
+    return past
 
 
 async def _run(
@@ -210,7 +214,7 @@ class Ring:
         self._moved.set()
 
     async def _go_on(self, past: Past) -> None:
-        """Take up the groups that an earlier life left: what ended counts, the rest starts again."""
+        """Take up the groups that an earlier life left: what ended counts, what rests goes on, others start again."""
         parts = self.parts
         ready = contributions_at_rest(parts.directory, parts.training.applied)
         wanted = {group.name for group in past.groups if not group.attempts}

@@ -121,10 +121,9 @@ class AgentsHost:
     ) -> None:
         self._spec, self._plugins, self._harness, self._sandbox = spec, plugins, harness, sandbox
         self._body = body
-        self._rests = Rests(Path(body.rests))
+        self._rests = Rests(Path(body.rests), body.harness)
         self._scorers: dict[str, Scorer] = {}
         self._running: dict[str, asyncio.Task[ExecutionEnd]] = {}
-        self._jobs: set[str] = set()
         self._cuts: dict[str, str] = {}
         self.app = build_app(spec.token, [Endpoint("/run", ExecutionJob, self.run), Endpoint("/cut", Cut, self.cut)])
 
@@ -147,9 +146,9 @@ class AgentsHost:
         await self._sandbox.close()
 
     async def cut(self, message: Cut) -> Empty:
-        """Cancel the agent, now or as soon as its sandbox is made; its `/run` then answers with a partial score."""
-        if message.execution in self._jobs:
-            self._cuts[message.execution] = message.reason
+        """Cancel the agent, now or as soon as it is there; its `/run` then answers with a partial score. A cut may come
+        before that: names are those of one attempt, so none is meant for another."""
+        self._cuts[message.execution] = message.reason
         task = self._running.get(message.execution)
         if task is not None:
             task.cancel()
@@ -157,11 +156,9 @@ class AgentsHost:
 
     async def run(self, job: ExecutionJob) -> Outcome:
         """One execution, from a fresh workspace, or from where it rests, to its score."""
-        self._jobs.add(job.execution)
         try:
             return await self._run(job)
         finally:
-            self._jobs.discard(job.execution)
             self._cuts.pop(job.execution, None)
 
     async def _run(self, job: ExecutionJob) -> Outcome:

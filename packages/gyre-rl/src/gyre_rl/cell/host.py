@@ -161,8 +161,10 @@ class CellHost:
                 if time.monotonic() - failing_since > ENGINE_GRACE_S:
                     log.error("the engine has failed; this cell ends, so that a new one can take its place: %s", error)
                     # Asked, not told: what is still being heard when a connection ends is dropped.
-                    await link.ask("failing", Failing(str(error)), NoneType)
-                    await link.close()
+                    try:
+                        await link.ask("failing", Failing(str(error)), NoneType)
+                    finally:
+                        await link.close()
                     return
                 continue
             failing_since = None
@@ -332,4 +334,6 @@ async def make(spec: ChildSpec) -> CellHost:
     )
     engine = plugins.create(Kind.ENGINE, body.engine, body.engine_options, context)
     trainer = plugins.create(Kind.TRAINER, body.trainer, body.trainer_options, context)
-    return CellHost(spec, body, engine, trainer, Moves(spec, body.kv, installed_transports(plugins, context)))
+    return CellHost(
+        spec, body, engine, trainer, Moves(spec, body.kv, installed_transports(plugins, context, body.kv.transport))
+    )

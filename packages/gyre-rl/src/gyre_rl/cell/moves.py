@@ -61,8 +61,9 @@ class Moves:
             await self._server.close()
 
 
-def installed_transports(plugins: PluginManager, context: ComponentContext) -> tuple[Transport, ...]:
-    """Those that plugins bring, ready to be tried before gyre-kvxfer's own."""
+def installed_transports(plugins: PluginManager, context: ComponentContext, wanted: str) -> tuple[Transport, ...]:
+    """Those that plugins bring and the run may use, ready to be tried before gyre-kvxfer's own."""
     usable = [c.registration.name for c in plugins.components(Kind.TRANSPORT) if not c.missing]
+    usable = [name for name in usable if wanted in ("auto", name)]
     made: list[Any] = [plugins.create(Kind.TRANSPORT, name, None, context) for name in usable]
     return tuple(made)

@@ -12,7 +12,9 @@ from typing import Annotated
 import typer
 
 from gyre_rl.cli.console import Console, reported
-from gyre_rl.scaffold import KINDS
+
+PLUGIN_KINDS = "engine, harness, launcher, objective, policy, sandbox, scorer, sink, taskset, trainer"
+"""What `plugin new` has templates for (gyre_rl.scaffold.KINDS, which would import gyre-core; a test compares them)."""
 
 app = typer.Typer(
     name="gyre",
@@ -194,7 +196,7 @@ def plugins(
 
 @plugin_app.command()
 def new(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help=", ".join(KINDS))],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=PLUGIN_KINDS)],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the component, such as my-thing.")],
     into: Annotated[Path, typer.Option("--into", help="Folder to write gyre-NAME into.")] = Path(),
     json: Json = False,

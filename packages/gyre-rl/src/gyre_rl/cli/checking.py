@@ -11,7 +11,7 @@ from pathlib import Path
 from gyre_core import PluginManager
 
 from gyre_rl.cli.console import Console
-from gyre_rl.cli.offers import engine_problems, expert_problems, make_engine, missing, objective_problems
+from gyre_rl.cli.offers import make_engine, missing, run_problems
 from gyre_rl.cli.preflight import preflight
 from gyre_rl.cli.rundirs import place_run
 from gyre_rl.cli.sizing import memory_line, memory_problems
@@ -22,8 +22,7 @@ def check_config(source: Path, sets: Sequence[str], console: Console, *, machine
     """Say what the run would be; RunConfigError with every problem of the file, or of this machine."""
     config = place_run(load(source, sets))
     offered = make_engine(config, PluginManager.installed()).capabilities
-    problems = [*memory_problems(config), *engine_problems(config, offered), *expert_problems(config, offered)]
-    if problems := [*problems, *objective_problems(config)]:
+    if problems := [*memory_problems(config), *run_problems(config, offered)]:
         raise RunConfigError(f"of {config.name!r}", problems)
     if machine:
         preflight(config, Path(config.dir or ""))

@@ -144,7 +144,13 @@ def sandboxes() -> Iterator[Finding]:
         name = component.registration.name
         if not component.missing:
             with tempfile.TemporaryDirectory(prefix="gyre-doctor-") as folder:
-                sandbox = manager.create(Kind.SANDBOX, name, {}, ComponentContext(folder, "doctor"))
+                try:
+                    sandbox = manager.create(Kind.SANDBOX, name, {}, ComponentContext(folder, "doctor"))
+                except (GyreError, TypeError, ValueError, OSError) as error:
+                    yield Finding(
+                        f"sandbox {name}", WARN, f"not looked at: {error}", "It needs options of a run's file."
+                    )
+                    continue
                 yield from asyncio.run(told_of(name, sandbox))
 
 

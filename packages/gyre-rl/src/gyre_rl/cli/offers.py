@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from gyre_core import ComponentContext, Engine, EngineCapability, Kind, PluginManager
 
-from gyre_rl.config import Problem, RunConfig
+from gyre_rl.config import Problem, RunConfig, RunConfigError
 
 WITHOUT = {
     (EngineCapability.KV_MOVE, EngineCapability.KV_HANDOVER): "a session that changes its cell prefills again there",
@@ -34,6 +34,19 @@ def missing(offered: Iterable[EngineCapability]) -> list[str]:
     """In words: what is not offered, with what that means."""
     has = set(offered)
     return [f"no {' or '.join(kinds)}: {meaning}" for kinds, meaning in WITHOUT.items() if not has & set(kinds)]
+
+
+def require_offers(config: RunConfig, plugins: PluginManager) -> None:
+    """RunConfigError where engine or objective cannot do what the run asks of them."""
+    if problems := list(run_problems(config, make_engine(config, plugins).capabilities)):
+        raise RunConfigError(f"of {config.name!r}", problems)
+
+
+def run_problems(config: RunConfig, offered: Iterable[EngineCapability]) -> Iterator[Problem]:
+    """All that is told here."""
+    yield from engine_problems(config, offered)
+    yield from expert_problems(config, offered)
+    yield from objective_problems(config)
 
 
 def engine_problems(config: RunConfig, offered: Iterable[EngineCapability]) -> Iterator[Problem]:

@@ -24,15 +24,25 @@ from gyre_rl.views.watch import choose_view
 def start(source: Path, sets: Sequence[str], console: Console, *, plain: bool) -> None:
     """Carry out the run that `source` describes, in a new directory."""
     config = place_run(load(source, sets))
-    preflight(config, Path(config.dir or ""))
+    look_ahead(config, Path(config.dir or ""))
     carry_out(config, console, resume=False, plain=plain)
 
 
 def go_on(run_dir: Path, sets: Sequence[str], console: Console, *, plain: bool) -> None:
     """Go on with the run in `run_dir`."""
     config = reopen_run(run_dir, sets)
-    preflight(config, run_dir)
+    look_ahead(config, run_dir)
     carry_out(config, console, resume=True, plain=plain)
+
+
+def look_ahead(config: RunConfig, run_dir: Path) -> None:
+    """Raise what `gyre check` would say."""
+    from gyre_core import PluginManager  # and what an engine imports: not for `gyre --help`
+
+    from gyre_rl.cli.offers import require_offers
+
+    require_offers(config, PluginManager.installed())
+    preflight(config, run_dir)
 
 
 def carry_out(config: RunConfig, console: Console, *, resume: bool, plain: bool) -> None:

@@ -130,7 +130,7 @@ def from_layers(layers: Sequence[Layer], source: str, plugins: PluginManager, *,
     problems = list(converter.problems)
     if isinstance(config, RunConfig):
         config = with_objective(config, plugins)
-        brought = [c.registration.name for c in plugins.components(Kind.TRANSPORT)]
+        brought = [c.registration.name for c in plugins.components(Kind.TRANSPORT) if not c.missing]
         found = [*cross_checks(config), *transport_check(config, brought)]
         problems += [dataclasses.replace(p, where=_place(places, p.path)) for p in found]
     if problems:

@@ -214,7 +214,7 @@ class Parts:
 
     def execution_over(self, recorded: str) -> None:
         """Its sessions are over too, and it need not go on."""
-        Rests(self.directory.rests).forget(recorded)
+        Rests(self.directory.rests, self.config.harness.name).forget(recorded)
         prefix = f"{recorded}/"
         for session in [name for name in self.sessions if name.startswith(prefix)]:
             del self.sessions[session]

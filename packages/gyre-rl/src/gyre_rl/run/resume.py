@@ -47,7 +47,7 @@ class Past:
     """Sums of the summary's counters over the earlier lives."""
 
 
-def read_past(directory: RunDirectory, log: Iterable[RunEvent], store: Store) -> Past:
+def read_past(directory: RunDirectory, log: Iterable[RunEvent], store: Store, rests: Rests) -> Past:
     """Fold the log of all earlier lives; raises InfrastructureError when log and checkpoints contradict."""
     saved = directory.versions_saved()
     version = saved[-1] if saved else -1
@@ -79,7 +79,6 @@ def read_past(directory: RunDirectory, log: Iterable[RunEvent], store: Store) ->
         )
     trained = {group for group, step in seats.items() if step < max(version, 0)}
     drawn = sorted(name for name, purpose in purposes.items() if purpose == "train")
-    rests = Rests(directory.rests)
     groups = tuple(_open_group(name, attempts[name], store, rests) for name in drawn if name not in trained)
     judged = {name: _open_group(name, attempts[name], store, rests) for name in purposes if purposes[name] == "eval"}
     following = max((group_index(name) + 1 for name in drawn), default=0)

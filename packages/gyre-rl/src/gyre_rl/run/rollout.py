@@ -134,7 +134,7 @@ class Rollout:
         return len(self._running)
 
     async def stop(self) -> None:
-        """Cancel all; they are unfinished and a resume starts them again."""
+        """Cancel all; they are unfinished, and a resume takes them up."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -168,9 +168,11 @@ class Rollout:
         self._tell(plan, recorded, outcome, step, closed, time.perf_counter() - began)
         self.owners.pop(recorded, None)
         self.going_on.discard(recorded)
-        self.on_over(recorded)
         status = EndStatus(outcome.end.status.value)
-        self.post(sched.ExecutionEnded(time.monotonic(), execution, status, outcome.end.reason))
+        try:
+            self.on_over(recorded)
+        finally:
+            self.post(sched.ExecutionEnded(time.monotonic(), execution, status, outcome.end.reason))
 
     def _keep(self, execution: str, recorded: str, outcome: Outcome) -> None:
         score = None if outcome.score is None else outcome.score.value
