@@ -18,10 +18,11 @@ from gyre_core import (
     FinishReason,
     InfrastructureError,
     KVHandover,
+    PauseMode,
     WeightSource,
 )
 from gyre_core.testing.engine_handover import HandoverChecks
-from gyre_core.testing.engine_rig import EngineRig, Watched, assert_greedy, call, request_of
+from gyre_core.testing.engine_rig import EngineRig, Watched, assert_greedy, call, eventually, request_of
 from gyre_vllm.engine import VLLMEngine
 from gyre_vllm.handover import Contexts
 from gyre_vllm.options import VLLMOptions
@@ -78,6 +79,21 @@ async def test_a_running_call_goes_on_while_its_beginning_is_held(
     assert whole.token_ids.tolist() == [*range(20), *result.ids]
     assert whole.token_ids.tolist()[: len(begun.token_ids)] == begun.token_ids.tolist()
     assert 20 < len(begun.token_ids) <= len(whole.token_ids) < 120
+
+
+async def test_a_call_that_never_came_to_the_server_leaves_its_sessions_context(
+    served: Any, sources: list[WeightSource]
+) -> None:
+    _, a, _, _ = await two(served, sources)
+    first = await call(a, list(range(40)), 3, name="a", session="s")
+    await a.pause(PauseMode.KEEP)
+    waits = Watched(a, request_of([7] * 9, 3, name="b", session="s"))
+    assert await eventually(lambda: a.abort("b"))
+    assert (await waits.task).finish is FinishReason.ABORT
+    await a.resume()
+    held = await a.kv_export("s")
+    assert held is not None
+    assert held.token_ids.tolist() == [*range(40), *first.ids]
 
 
 async def test_what_does_not_fit_never_reaches_the_destination(

@@ -136,7 +136,7 @@ class VLLMEngine:
             state.calls.discard(call)
             self._computed += call.computed
             self._cached += call.cached or 0
-            self._note_context(request.session, call.salt, [*call.prompt, *call.sampled])
+            self._note_call(call)
 
     async def _next_segment(self, call: RunningCall) -> AsyncIterator[GenerateChunk]:
         """Wait until the server takes calls, then let it go on with this one."""
@@ -230,7 +230,7 @@ class VLLMEngine:
         connected(state, f"exporting the KV of {session!r}")
         running = [call for call in state.calls if call.request.session == session and not call.over]
         for call in running:
-            self._note_context(session, call.salt, [*call.prompt, *call.sampled])
+            self._note_call(call)
         context = self._contexts.of(session, state.salt)
         if context is None:
             return None
@@ -239,13 +239,19 @@ class VLLMEngine:
     async def kv_import(self, exported: ExportedKV) -> ImportedKV:
         """Fetch what another vLLM's `kv_export` holds."""
         imported = await import_session(self._state, exported)
-        self._note_context(exported.session, self._state.salt, exported.token_ids)
+        if room := self._room():
+            self._contexts.note(exported.session, self._state.salt, exported.token_ids, room)
         return imported
 
-    def _note_context(self, session: str, salt: str, token_ids: Sequence[int] | Array) -> None:
+    def _note_call(self, call: RunningCall) -> None:
+        """Its context is its session's newest, if it ever came to the server."""
+        if call.salt and (room := self._room()):
+            self._contexts.note(call.request.session, call.salt, [*call.prompt, *call.sampled], room)
+
+    def _room(self) -> int:
+        """Tokens of contexts that may be asked for: as many as the server holds KV of, none without a connector."""
         server = self._state.server
-        if server is not None and server.facts.connector:
-            self._contexts.note(session, salt, token_ids, server.facts.kv_tokens)
+        return server.facts.kv_tokens if server is not None and server.facts.connector else 0
 
     def kv_shape(self) -> KVShape:
         """Not offered."""
