@@ -203,7 +203,7 @@ class FakeServer:
             "weight_version": self.version, "completion_tokens": len(request.out), "cached_tokens": request.cached,
             "output_token_logprobs": pairs, "output_token_logprobs_length": len(request.out),
         }  # fmt: skip
-        if finish is not None and request.routed:
+        if finish is not None and request.routed and self.fault != "no-experts":
             end = len(request.ids) + len(request.out) - 1
             rows = np.repeat(np.arange(request.routed_from, end, dtype="<i4"), 3 * 2)
             meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()

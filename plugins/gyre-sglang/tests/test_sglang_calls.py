@@ -270,6 +270,13 @@ async def test_routed_experts_are_those_of_the_passes_that_made_the_tokens(engin
     assert chunk.routed_from == len(PROMPT) - 1
 
 
+async def test_experts_that_were_asked_for_and_did_not_come_are_told(engine_of: Any) -> None:
+    engine, _ = await engine_of(experts=True, fault="no-experts")
+    plain = request_of(PROMPT, 5, name="a")
+    with pytest.raises(InfrastructureError, match="an answer without routed experts"):
+        [chunk async for chunk in engine.generate(type(plain)("a", "s", PROMPT, plain.sampling, True))]
+
+
 @pytest.mark.parametrize("first", [-3, 0, 25, len(PROMPT) - 1, len(PROMPT) + 7])
 async def test_routed_experts_of_the_prompt_are_given_from_where_they_are_wanted(engine_of: Any, first: int) -> None:
     engine, _ = await engine_of(experts=True)

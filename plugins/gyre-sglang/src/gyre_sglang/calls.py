@@ -121,7 +121,12 @@ class Call:
                     )
 
     def end(self, finish: FinishReason, routed: Array | None = None) -> None:
-        """It is over."""
+        """It is over; InfrastructureError when experts were asked for and none came, but for an aborted call."""
+        if self.request.routed_experts and routed is None and finish is not FinishReason.ABORT:
+            raise InfrastructureError(
+                self.doing, got="an answer without routed experts", expected="those of its passes",
+                fix="Start the server with --enable-return-routed-experts, for a model with experts.",
+            )  # fmt: skip
         if not self.over.is_set():
             self.finish, self.running = finish, False
             self.over.set()
