@@ -379,7 +379,7 @@ def _batch(blob: bytes) -> gl.TreeBatch:
     if batch.routed_experts is not None:
         raise ValueError(
             "computing a micro-batch: got experts that the engine recorded, expected none: this trainer would choose "
-            "anew. Use the trainer deepspeed or local, or do not record them."
+            "anew. Use the trainer deepspeed without recompute, or do not record them."
         )
     return batch
 
