@@ -50,6 +50,7 @@ def test_the_description_is_served_and_names_every_dialect(proxy):
     served = requests.get(url + "/openapi.json", timeout=60).json()
     assert served == json.loads(json.dumps(describe_api("policy")))
     assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions"} <= set(served["paths"])
+    assert "requestBody" not in served["paths"]["/admin/v1/executions/{execution}/reopen"]["post"]
     assert (
         "temperature"
         in served["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"][

@@ -9,6 +9,7 @@ import aiohttp
 import numpy as np
 import pytest
 from gyre_tito import ExecutionSpec, Limits, ProxyServer, Score, Status, Store, TitoService
+from gyre_tito.client import AdminClient
 from gyre_tito.records import Link
 from gyre_tito.testing import BookkeepingEngine, rambling, scripted, tiny_format
 
@@ -341,7 +342,7 @@ async def test_keys_and_closing(tmp_path):
 
 
 async def test_admin_over_http(tmp_path):
-    async with Bench(tmp_path, None, "x") as bench:
+    async with Bench(tmp_path, None, "x", "y") as bench:
         assert (await bench.post("/admin/v1/executions", {"execution": "f"}, key="no"))[0] == 401
         status, opened = await bench.post("/admin/v1/executions", {"execution": "f", "step": 2}, key="admin")
         assert status == 200
@@ -352,13 +353,20 @@ async def test_admin_over_http(tmp_path):
         assert status == 200
         start = {"messages": [{"role": "user", "content": "u"}]}
         assert (await bench.post("/v1/chat/completions", start, key=opened["api_key"]))[0] == 200
+        async with AdminClient(bench.server.base_url, "admin") as admin:
+            again = await admin.reopen_execution("f")
+        assert again.keyed_base_url.endswith(f"/x/{again.api_key}/v1")
+        assert (await bench.post("/v1/chat/completions", start, key=opened["api_key"]))[0] == 401
+        assert (await bench.post("/v1/chat/completions", start, key=again.api_key))[0] == 200
         done = {"status": "completed", "score": {"value": 1.0, "milestones": {"m": 1.0}}}
         status, info = await bench.post("/admin/v1/executions/f/close", done, key="admin")
-        assert (status, info["status"], info["score"]["value"], info["calls"]) == (200, "completed", 1.0, 1)
+        assert (status, info["status"], info["score"]["value"], info["calls"]) == (200, "completed", 1.0, 2)
         assert (await bench.post("/admin/v1/executions/zz/close", done, key="admin"))[0] == 404
+        for name in ("f", "zz"):
+            assert (await bench.post(f"/admin/v1/executions/{name}/reopen", {}, key="admin"))[0] == 404
         async with bench.http.get(bench.server.base_url + "/metrics") as answer:
             text = await answer.text()
-        assert 'gyre_tito_calls_total{kind="stop"} 1' in text
+        assert 'gyre_tito_calls_total{kind="stop"} 2' in text
 
 
 async def test_a_restarted_proxy_goes_on_where_it_was(tmp_path):

@@ -1,4 +1,4 @@
-"""The admin API over HTTP: open, label, close and list executions. The same as the methods of `TitoService`.
+"""The admin API over HTTP: open, reopen, label, close and list executions. The same as the methods of `TitoService`.
 
 Every route needs `Authorization: Bearer <admin token>`. Errors are JSON: `{"error": {"message": ...}}`.
 """
@@ -68,15 +68,10 @@ def admin_routes(service: TitoService, token: str) -> list[web.RouteDef]:
         asked = await _read(request, OpenBody)
         rule = None if asked.prescribed is None else Prescribed(asked.prescribed.temperature, asked.prescribed.top_p)
         spec = ExecutionSpec(asked.execution, asked.task, asked.group, asked.step, asked.purpose, asked.metadata, rule)
-        opened = await service.open_execution(spec)
-        return msgspec.to_builtins(
-            {
-                "execution": opened.execution,
-                "api_key": opened.api_key,
-                "base_url": opened.base_url,
-                "keyed_base_url": opened.keyed_base_url,
-            }
-        )
+        return dataclasses.asdict(await service.open_execution(spec))
+
+    async def reopen(request: web.Request) -> Any:
+        return dataclasses.asdict(await service.reopen_execution(request.match_info["execution"]))
 
     async def label(request: web.Request) -> Any:
         asked = await _read(request, LabelBody)
@@ -109,6 +104,7 @@ def admin_routes(service: TitoService, token: str) -> list[web.RouteDef]:
         web.post(root, _guarded(open_execution, token)),
         web.get(root, _guarded(listed, token)),
         web.get(root + "/{execution}", _guarded(one, token)),
+        web.post(root + "/{execution}/reopen", _guarded(reopen, token)),
         web.post(root + "/{execution}/sessions", _guarded(label, token)),
         web.post(root + "/{execution}/close", _guarded(close, token)),
     ]

@@ -1,4 +1,4 @@
-"""The admin API from another process: open, label and close executions on one proxy or on several workers.
+"""The admin API from another process: open, reopen, label and close executions on one proxy or on several workers.
 
 The same calls as `TitoService`, over HTTP; each goes to the worker that serves the execution. Keeps one HTTP session.
 """
@@ -55,6 +55,10 @@ class AdminClient:
             "prescribed": None if spec.prescribed is None else dataclasses.asdict(spec.prescribed),
         }
         return OpenedExecution(**await self._post(spec.execution, "", body))
+
+    async def reopen_execution(self, execution: str) -> OpenedExecution:
+        """A new way in to an execution that is still open; the old key is refused."""
+        return OpenedExecution(**await self._post(execution, f"/{execution}/reopen", {}))
 
     async def open_session(
         self, execution: str, session: str, kind: SessionKind = "main", parent: str | None = None

@@ -30,6 +30,7 @@ _BODIES: dict[str, tuple[type[Any], dict[str, tuple[str, type[Any]]]]] = {
     "/admin/v1/executions/{execution}/sessions": (admin.LabelBody, {}),
     "/admin/v1/executions/{execution}/close": (admin.CloseBody, {}),
 }
+_BARE = ("/admin/v1/executions/{execution}/reopen",)
 _READS = ("/v1/models", "/v1/models/{model}", "/admin/v1/executions", "/admin/v1/executions/{execution}")
 
 
@@ -45,6 +46,8 @@ def describe_api(model: str) -> dict[str, Any]:
     for path, (body, lists) in _BODIES.items():
         schema = _with_lists(components[_name(by_type[body])], lists, by_type)
         paths.setdefault(path, {})["post"] = _operation(path, schema)
+    for path in _BARE:
+        paths.setdefault(path, {})["post"] = _operation(path, None)
     for path in _READS:
         paths.setdefault(path, {})["get"] = _operation(path, None)
     return {
