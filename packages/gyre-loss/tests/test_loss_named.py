@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,6 +86,18 @@ def test_an_objective_of_ones_own_is_named_by_where_it_is(monkeypatch: pytest.Mo
     ):
         with pytest.raises(ValueError, match=said):
             make_objective(path, options)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("x = (", "SyntaxError"), ("x = y", "NameError: name 'y'"), ("1 / 0", "Zero")]
+)
+def test_a_module_that_fails_while_it_is_imported_is_a_wrong_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    (tmp_path / "broken_objectives.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        make_objective("broken_objectives:Plain", {})
 
 
 @pytest.mark.parametrize(

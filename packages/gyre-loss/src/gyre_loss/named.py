@@ -81,8 +81,12 @@ def make_objective(name: str, options: Mapping[str, Any]) -> Objective:
 def _imported(path: str, options: Mapping[str, Any], doing: str) -> Objective:
     module, _, attribute = path.partition(":")
     try:
-        made = getattr(importlib.import_module(module), attribute)(**options)
-    except (ImportError, AttributeError, TypeError) as error:
+        found = importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001 - boundary: a foreign module may fail with anything while it is imported
+        return fail(doing, f"{type(error).__name__}: {error}", f"a module {module} that can be imported")
+    try:
+        made = getattr(found, attribute)(**options)
+    except (AttributeError, TypeError) as error:
         return fail(doing, f"{type(error).__name__}: {error}", "an importable module:Class that takes these options")
     if not isinstance(made, Objective):
         return fail(doing, f"a {type(made).__name__}", "needs_entropy, whole_executions and a call (Objective)")
