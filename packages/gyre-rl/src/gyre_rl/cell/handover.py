@@ -3,7 +3,8 @@
 The destination asks the source's cell for an export and lets its engine import it. While a call runs at the source this
 is done twice, the second time for what was sampled during the first; then the call is cut, and the few tokens that it
 sampled since are computed with the next ones. Invariant: nothing is decided or copied here, and a handover that fails
-leaves both engines as they were: the destination then prefills.
+leaves the session with the source: the destination then prefills. What an earlier round brought stays in the
+cache there; it is the KV of those tokens and does no harm.
 """
 
 from __future__ import annotations
