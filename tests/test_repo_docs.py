@@ -8,6 +8,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from gyre_tito.findings import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,6 +75,11 @@ def test_a_page_two_links_away_from_the_index_is_found(tmp_path):
     for name, text in {"index": "[a](a.md#x)", "a": "[b](b.md)", "b": "[c](c.md)", "c": "`[d](d.md)`"}.items():
         (tmp_path / f"{name}.md").write_text(text)
     assert unreachable(tmp_path / "index.md") == [tmp_path / "c.md"]
+
+
+def test_each_law_that_a_check_prints_is_told_on_its_page():
+    told = re.findall(r"^\| (\d[\d.]*) \| ", (ROOT / "docs" / "why" / "tito.md").read_text(), re.MULTILINE)
+    assert {kind.law for kind in KINDS.values()} - set(told) == set()
 
 
 def test_the_runner_runs_what_it_should_and_reports_failures(tmp_path):

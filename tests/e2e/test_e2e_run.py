@@ -1,4 +1,4 @@
-"""One real small run, and what must hold of what it recorded (DESIGN laws 5.1, 5.2 and section 8)."""
+"""One real small run, and what must hold of what it recorded (laws 5.1, 5.2 and 8 of docs/why/tito.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Harnesses, sandboxes and scorers: the side where the agent works and is judged (DESIGN sections 2, 8, 9).
+"""Harnesses, sandboxes and scorers: the side where the agent works and is judged.
 
 Invariants: an agent reaches models through its `ModelEndpoint` only; a sandbox outlives every model call of
 its execution and its scoring; a scorer reads evidence in the workspace and never what the agent claims.

@@ -1,4 +1,4 @@
-"""Python environments of their own for engines and trainers whose pins no common lock can hold (DESIGN law 3.8).
+"""Python environments of their own for engines and trainers whose pins no common lock can hold (docs/adr/0007).
 
 A plugin ships an `environment.toml`; `build` makes the environment it describes in the cache folder and `find` gives
 the interpreter of one that is complete. Invariant: an environment is used only when every step of its description

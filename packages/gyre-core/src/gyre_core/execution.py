@@ -1,4 +1,4 @@
-"""Tasks, executions and how an execution can end (DESIGN sections 2 and 8).
+"""Tasks, executions and how an execution can end (docs/glossary.md).
 
 Invariant: every execution ends with exactly one `ExecutionStatus`, given from evidence; only `FAILED` is our
 fault, is retried and enters no baseline. This module has no behaviour beyond those rules.

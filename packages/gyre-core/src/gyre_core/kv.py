@@ -1,5 +1,5 @@
-"""What an engine shows of a session's KV so that somebody else can move it (DESIGN section 7), or so that an engine of
-its own kind can fetch it.
+"""What an engine shows of a session's KV so that somebody else can move it, or so that an engine of its own kind can
+fetch it.
 
 Invariant: block contents named by a `PinnedKV` belong to exactly its `token_ids` under its `version`; full
 blocks do not change while pinned. Moving bytes, verifying and owning are the mover's business, not the

@@ -1,7 +1,7 @@
 """How a plugin says what it brings: strings only, so that listing plugins imports nothing heavy.
 
-Invariant (DESIGN law 3.5): a `Registration` names its class as "module:Class"; importing the module named in
-an entry point must not import torch, an engine or a trainer.
+Invariant (a house rule of CONTRIBUTING.md): a `Registration` names its class as "module:Class"; importing the module
+named in an entry point must not import torch, an engine or a trainer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a cell can be and how it gets from one role to the other (DESIGN section 4).
+"""What a cell can be and how it gets from one role to the other.
 
 Invariant: `TRANSITIONS` is the only source of legal moves; a cell is in exactly one state, and `LOST` is
 reachable from all of them and final for that incarnation. This module does not decide when to switch.

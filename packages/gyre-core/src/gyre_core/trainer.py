@@ -1,6 +1,6 @@
 """The trainer protocol: micro-batches in, gradient contributions out, one optimizer step on the core.
 
-Invariants (DESIGN section 8): a contribution is the summed gradient of the micro-batches it names, committed
+Invariants: a contribution is the summed gradient of the micro-batches it names, committed
 once or not at all; sums are divided once, by the step's fixed divisor, on the core; a satellite never steps.
 Gradients travel in Hugging Face names, so that a satellite need not share the core's backend.
 """

@@ -1,4 +1,4 @@
-"""One run, from tasks to new weights and round again (DESIGN section 1).
+"""One run, from tasks to new weights and round again.
 
 Invariant: this module says what happens in which order and waits; each decision is the scheduler's, each tensor a
 cell's, each token the proxy's. Whatever ends a run, every process of it ends, and what it recorded is enough to go on.

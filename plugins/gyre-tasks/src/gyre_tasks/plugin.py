@@ -1,4 +1,4 @@
-"""What this plugin brings, as strings: listing it imports nothing else of it (DESIGN law 3.5)."""
+"""What this plugin brings, as strings: listing it imports nothing else of it."""
 
 from __future__ import annotations
 

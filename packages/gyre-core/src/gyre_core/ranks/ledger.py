@@ -1,6 +1,6 @@
 """What a trainer has counted: the open contribution, and on the core the step's sum. Names and numbers, no tensors.
 
-Invariants (DESIGN section 8): the open contribution holds exactly the micro-batches it names; a micro-batch counts
+Invariants: the open contribution holds exactly the micro-batches it names; a micro-batch counts
 once in a step; contributions are summed in the order of their ids; a file that is not the contribution it is said to
 be is found out before it counts. The header of a contribution file is JSON under the metadata key "gyre".
 """

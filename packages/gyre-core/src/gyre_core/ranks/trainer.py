@@ -1,6 +1,6 @@
 """The trainer protocol over rank processes: the cell's side, light and the same for every library.
 
-Invariants are the protocol's (DESIGN section 8): a micro-batch counts once; sums are divided once; a satellite never
+Invariants are the protocol's (`gyre_core.trainer`): a micro-batch counts once; sums are divided once; a satellite never
 steps; files appear whole or not at all. A rank that dies or hangs becomes one InfrastructureError. After that a
 satellite starts new ranks with its next command, from the weights it had; a core has lost its optimizer's state and
 says so until it is restored. Not here: what a rank computes (`replica`) and how it is reached (`group`).

@@ -8,8 +8,8 @@
 
 The tests are coroutines: run them with pytest-asyncio in its "auto" mode. torch, safetensors and transformers are
 imported only when a test compares with them. What a trainer does not offer is skipped with the reason.
-Invariant: the checks are DESIGN section 8's laws: a contribution counts once or not at all, the step's result does not
-depend on who computed what, a satellite never steps, a file is whole or refused.
+Invariant: the checks are the protocol's (`gyre_core.trainer`): a contribution counts once or not at all, the step's
+result does not depend on who computed what, a satellite never steps, a file is whole or refused.
 """
 
 from __future__ import annotations
