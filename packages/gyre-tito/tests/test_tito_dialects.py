@@ -8,7 +8,9 @@ import json
 import aiohttp
 import pytest
 from gyre_tito import ExecutionSpec, ProxyServer, Store, TitoService
+from gyre_tito.dialects.response_stream import tokens_of_text
 from gyre_tito.records import Link
+from gyre_tito.requests import TokenLogprob
 from gyre_tito.testing import BookkeepingEngine, scripted, tiny_format
 
 CALL = '<tool_call>\n{"name": "read_file",  "arguments": {"path":"a.txt"}}\n</tool_call>'
@@ -300,10 +302,27 @@ async def test_responses_tell_logprobs_when_asked(tmp_path, stream):
         else:
             _, response = await bench.post("/v1/responses", body)
         shown = response["output"][1]["content"][0]["logprobs"]
-        assert [one["token_id"] for one in shown] == bench.engine.books[0].sampled
-        assert [one["logprob"] for one in shown] == bench.engine.books[0].logprobs
+        assert "".join(one["token"] for one in shown).strip() == "one two", "neither the reasoning nor the call"
+        book = bench.engine.books[0]
+        sampled = list(zip(book.sampled, book.logprobs, strict=True))
+        spans = [sampled[at : at + len(shown)] for at in range(len(sampled))]
+        assert [(one["token_id"], one["logprob"]) for one in shown] in spans
         _, plain = await bench.post("/v1/responses", {"input": "v"})
         assert plain["output"][0]["content"][0]["logprobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "reasoning", "expected"),
+    [
+        (["hm", "</think>", "\n\n", "k", "<end>"], "k", "hm", ["k"]),
+        (["ok", "</think>", " ok", " so", "<end>"], "ok so", "ok", [" ok", " so"]),
+        (["hm", "</think>", "<end>"], "", "hm", []),
+        (["a", "\ufffd", "\ufffd", "<end>"], "a\u00e9", "", ["a", "\ufffd", "\ufffd", "<end>"]),
+    ],
+)
+def test_the_tokens_of_a_text_are_those_that_spell_it(tokens, text, reasoning, expected):
+    sampled = [TokenLogprob(one, number, -0.5) for number, one in enumerate(tokens)]
+    assert [one.text for one in tokens_of_text(sampled, text, reasoning)] == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,7 +6,9 @@ same ids. Writes only.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from gyre_tito.dialects import common
@@ -22,7 +24,8 @@ def output_items(answer: Answer) -> list[dict[str, Any]]:
     if turn.reasoning is not None:
         items.append(reasoning_item(name, turn.reasoning))
     if turn.content or not turn.tool_calls:
-        items.append(message_item(name, turn.content, _text_status(choice), choice.logprobs))
+        told = tokens_of_text(choice.logprobs, turn.content, turn.reasoning or "")
+        items.append(message_item(name, turn.content, _text_status(choice), told))
     for number, call in enumerate(turn.tool_calls):
         items.append(
             {
@@ -51,6 +54,26 @@ def message_item(name: str, text: str, status: str, logprobs: Sequence[TokenLogp
     """A message item; without content while it is in progress."""
     content = [] if status == "in_progress" else [text_part(text, logprobs)]
     return {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status, "content": content}
+
+
+def _spelling(tokens: Sequence[TokenLogprob], text: str, after: str = "") -> tuple[int, int] | None:
+    """First and end of the tokens that spell `text` once `after` was spelled: not the reasoning, nor markup around.
+    None when no token begins it, but for space before: a character may lie over several tokens."""
+    starts = [0, *accumulate(len(one.text) for one in tokens)]
+    spelled = "".join(one.text for one in tokens)
+    at = spelled.find(text, max(0, spelled.find(after)) + len(after) if after in spelled else 0)
+    while at >= 0:
+        first = bisect_right(starts, at) - 1
+        if not spelled[starts[first] : at].strip():
+            return first, bisect_left(starts, at + len(text))
+        at = spelled.find(text, at + 1)
+    return None
+
+
+def tokens_of_text(tokens: Sequence[TokenLogprob], text: str, reasoning: str) -> Sequence[TokenLogprob]:
+    """The tokens of a message's text; all that were sampled when it cannot be told which."""
+    spelled = _spelling(tokens, text, reasoning)
+    return tokens if spelled is None else tokens[slice(*spelled)]
 
 
 def text_part(text: str, logprobs: Sequence[TokenLogprob] = ()) -> dict[str, Any]:
@@ -112,7 +135,8 @@ class ResponseStream:
         self._open: str | None = None
         self._text = ""
         self._logprobs: list[TokenLogprob] = []
-        self._told = 0  # of the logprobs
+        self._told = 0  # of the logprobs: those up to here are told or no part of the text
+        self._reasoning = ""
         self._items: list[dict[str, Any]] = []
 
     def start(self, started: Started) -> bytes:
@@ -128,14 +152,23 @@ class ResponseStream:
         if delta.reasoning:
             out += self._switch("reasoning")
             self._text += delta.reasoning
+            self._reasoning += delta.reasoning
             out += self._event("response.reasoning_text.delta", **self._place(), delta=delta.reasoning)
         if delta.content:
             out += self._switch("message")
             self._text += delta.content
-            new, self._told = self._logprobs[self._told :], len(self._logprobs)
-            shown = [token_logprob(one) for one in new]
+            shown = [token_logprob(one) for one in self._untold(delta.content)]
             out += self._event("response.output_text.delta", **self._place(), delta=delta.content, logprobs=shown)
         return out
+
+    def _untold(self, text: str) -> Sequence[TokenLogprob]:
+        """The tokens of this further text; what can not be told now is told when the text is done."""
+        new = self._logprobs[self._told :]
+        spelled = _spelling(new, text, "" if self._told else self._reasoning)
+        if spelled is None:
+            return ()
+        self._told += spelled[1]
+        return new[slice(*spelled)]
 
     def ping(self) -> bytes:
         """A comment, which clients skip."""
@@ -192,7 +225,8 @@ class ResponseStream:
             part: dict[str, Any] = {"type": "reasoning_text", "text": self._text}
             out = self._event("response.reasoning_text.done", **self._place(), text=self._text)
         else:
-            item = message_item(self._name, self._text, status, self._logprobs)
+            told = tokens_of_text(self._logprobs, self._text, self._reasoning)
+            item = message_item(self._name, self._text, status, told)
             part = item["content"][0]
             out = self._event("response.output_text.done", **self._place(), text=self._text, logprobs=part["logprobs"])
         out += self._event("response.content_part.done", **self._place(), part=part)
