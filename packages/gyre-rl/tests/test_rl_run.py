@@ -212,8 +212,8 @@ async def test_an_execution_is_put_at_rest_when_it_is_time_and_trouble_with_that
 
     events = AgentEvents(keep, 0.0)
     for state in (b"a", b"b", b"c"):
-        await events.resting(state)
-    await AgentEvents(keep, 60.0).resting(b"too early")
+        await events.resting(lambda state=state: state)
+    await AgentEvents(keep, 60.0).resting(lambda: pytest.fail("asked too early"))
     assert kept == [b"a", b"b", b"c"]
 
 

@@ -42,7 +42,7 @@ class Events:
         self.seen.append(("compacted", session))
 
     async def resting(self, state):
-        self.states.append(state)
+        self.states.append(state())
 
 
 class Rig:

@@ -6,7 +6,7 @@ its execution and its scoring; a scorer reads evidence in the workspace and neve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -128,10 +128,11 @@ class HarnessEvents(Protocol):
     def compacted(self, session: str) -> None:
         """The harness rewrote the session's history."""
 
-    async def resting(self, state: bytes) -> None:
-        """The execution could go on from here: nothing of it runs, and `state` (it comes back as `ExecutionJob.state`)
-        with the workspace as it stands is all that the harness needs. May take as long as a snapshot. A harness that
-        cannot go on never tells it; its executions are begun again."""
+    async def resting(self, state: Callable[[], bytes]) -> None:
+        """The execution could go on from here: nothing of it runs, and what `state` gives (it comes back as
+        `ExecutionJob.state`) with the workspace as it stands is all that the harness needs. It is asked only when it is
+        kept, which may take as long as a snapshot. A harness that cannot go on never tells this; its executions are
+        begun again."""
 
 
 class Harness(Protocol):

@@ -65,13 +65,13 @@ class RecordedEvents:
         """A history was rewritten."""
         self.seen.append(("compacted", session))
 
-    async def resting(self, state: bytes) -> None:
+    async def resting(self, state: Callable[[], bytes]) -> None:
         """The execution could go on from here."""
         if self.workspace is None:
             return
         snapshot = f"{self.folder}/{len(self.rests)}.snapshot"
         await self.workspace.snapshot(snapshot)
-        self.rests.append(Rest(state, snapshot, sum(kind == "turn" for kind, _ in self.seen)))
+        self.rests.append(Rest(state(), snapshot, sum(kind == "turn" for kind, _ in self.seen)))
 
 
 @dataclass(frozen=True, slots=True)

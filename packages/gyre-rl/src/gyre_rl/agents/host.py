@@ -102,12 +102,12 @@ class AgentEvents:
         """History was rewritten."""
         self.compactions += 1
 
-    async def resting(self, state: bytes) -> None:
+    async def resting(self, state: Callable[[], bytes]) -> None:
         """Keep it, if it is time."""
         if time.monotonic() - self._rested < self._every_s:
             return
         try:
-            await self._rest(state)
+            await self._rest(state())
         except (GyreError, OSError) as error:
             log.warning("not put at rest, it would begin again at a resume: %s", error)
         self._rested = time.monotonic()

@@ -11,7 +11,7 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ class Told:
         """The history was rewritten."""
         self._say(session, "history compacted")
 
-    async def resting(self, state: bytes) -> None:
+    async def resting(self, state: Callable[[], bytes]) -> None:
         """Nothing is kept: the command runs one execution to its end."""
 
 

@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gyre_core import ExecutionJob, HarnessEvents
@@ -152,7 +153,7 @@ class Conversation:
                 self._messages.append({"role": "user", "content": problem})
             await self._compact()
             if self.parent is None:
-                await self.events.resting(self._state(text))
+                await self.events.resting(partial(self._state, text))
         return Outcome("turns", text)
 
     def _state(self, text: str) -> bytes:
