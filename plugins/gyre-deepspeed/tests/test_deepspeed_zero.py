@@ -6,7 +6,7 @@ import pytest
 import torch
 from gyre_core import ConfigError
 from gyre_core.ranks.stored import stored_as
-from gyre_deepspeed.zero import cut
+from gyre_deepspeed.zero import cut, in_turn
 
 EXPERTS = [f"mlp.experts.{e}.{part}_proj.weight" for e in range(3) for part in ("gate", "up", "down")]
 
@@ -41,6 +41,25 @@ def test_the_parts_of_all_ranks_tile_every_tensor_once(name: str, shape: tuple[i
         wanted = {f"mlp.experts.{e}.down_proj.weight": parameter[e] for e in range(3)}
     assert set(full) == set(wanted)
     assert all(torch.equal(full[key], wanted[key]) for key in full)
+
+
+def test_gradients_are_fetched_one_parameter_at_a_time_and_each_once() -> None:
+    experts, plain = (torch.nn.Parameter(torch.arange(float(count))) for count in (120, 36))
+    names = stored_as("mlp.experts.gate_up_proj", (3, 8, 5), EXPERTS), stored_as("w", (9, 4), ["w"])
+    held = [*cut(experts, names[0], 0, 120, 0, 0), *cut(plain, names[1], 0, 36, 0, 120)]
+    fetched: list[torch.nn.Parameter] = []
+
+    def fetch(parameter: torch.nn.Parameter) -> torch.Tensor:
+        fetched.append(parameter)
+        return parameter.detach().clone()
+
+    found = in_turn(held, fetch)
+    parts = [next(found) for _ in range(6)]
+    assert [id(each) for each in fetched] == [id(experts)], "the next one was made before it was wanted"
+    parts += found
+    assert [id(each) for each in fetched] == [id(experts), id(plain)]
+    assert torch.equal(torch.cat(parts[:6]), experts)
+    assert torch.equal(parts[6], plain)
 
 
 def test_a_parameter_that_files_have_as_it_is_stays_whole() -> None:

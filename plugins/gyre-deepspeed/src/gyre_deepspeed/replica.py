@@ -251,12 +251,14 @@ class DeepSpeedReplica(RankReplica):
         return finite, part if mine else None, result
 
     def _take(self, shards: ZeroShards, *, keep: bool) -> bool:
-        gradients = [shards.gradient_of(index).to(self._device) for index in range(len(shards.ranges))]
-        finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
-        if keep:
-            if self._open is None:
-                self._open = [torch.zeros(each.size, device=self._device) for each in shards.ranges]
-            for total, gradient in zip(self._open, gradients, strict=True):
+        if keep and self._open is None:
+            self._open = [torch.zeros(each.size, device=self._device) for each in shards.ranges]
+        totals = self._open if keep and self._open is not None else [None] * len(shards.ranges)
+        finite = True
+        for total, reduced in zip(totals, shards.reduced(), strict=True):
+            gradient = reduced.to(self._device)
+            finite = finite and bool(gradient.isfinite().all())
+            if total is not None:
                 total.add_(gradient)
         return finite
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +66,14 @@ def cut(
             yield Held(where, parameter, low - start)
 
 
+def in_turn(held: Sequence[Held], part_of: Callable[[Any], Tensor]) -> Iterator[Tensor]:
+    """Every range in this rank's part of its parameter; ranges of one parameter stand together."""
+    for _, together in groupby(held, key=lambda each: id(each.parameter)):
+        ranges = list(together)
+        part = part_of(ranges[0].parameter)
+        yield from (each.of(part) for each in ranges)
+
+
 class ZeroShards(Protocol):
     """A ZeRO optimizer's shards."""
 
@@ -79,8 +88,9 @@ class ZeroShards(Protocol):
     def weights_changed(self) -> None:
         """Masters from weights."""
 
-    def gradient_of(self, index: int) -> Tensor:
-        """After a backward: the reduced gradient of `ranges[index]`, flat, averaged over the ranks."""
+    def reduced(self) -> Iterator[Tensor]:
+        """After a backward: the reduced gradient of each of `ranges`, flat, averaged over the ranks. Made on the way,
+        once for all ranges of a parameter: with offload each is a copy."""
 
     def set_gradients(self, flats: Sequence[Tensor]) -> None:
         """The step's gradient, as flat as the masters."""
@@ -127,12 +137,9 @@ class StageTwo:
         """See `ZeroShards`."""
         self._zero.refresh_fp32_params()
 
-    def gradient_of(self, index: int) -> Tensor:
+    def reduced(self) -> Iterator[Tensor]:
         """See `ZeroShards`."""
-        held = self._held[index]
-        mapped = held.parameter._hp_mapping
-        fragment: Tensor = mapped.get_lp_grad_fragment(held.parameter._index_in_param_group)
-        return held.of(fragment)
+        return in_turn(self._held, lambda p: p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group))
 
     def set_gradients(self, flats: Sequence[Tensor]) -> None:
         """See `ZeroShards`."""
@@ -186,10 +193,9 @@ class StageThree:
             master = self._zero.fp32_partitioned_groups_flat[each.group]
             master.data[each.offset : each.offset + each.size].copy_(held.of(held.parameter.ds_tensor.data))
 
-    def gradient_of(self, index: int) -> Tensor:
+    def reduced(self) -> Iterator[Tensor]:
         """See `ZeroShards`."""
-        held = self._held[index]
-        return held.of(self._zero.get_local_fp32_grad_for_param(held.parameter))
+        return in_turn(self._held, self._zero.get_local_fp32_grad_for_param)
 
     def set_gradients(self, flats: Sequence[Tensor]) -> None:
         """See `ZeroShards`."""
