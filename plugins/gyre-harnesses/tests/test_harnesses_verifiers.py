@@ -199,9 +199,9 @@ async def really_play(tmp_path, name, source, index, *texts):
 
     (tmp_path / f"{name}.py").write_text(source)
     python = environment_python(ENVIRONMENT, os.environ.get("GYRE_TEST_VERIFIERS_PYTHON"))
-    # Its chat loop is a script that uv prepares; the environment has one.
-    path = os.pathsep.join([os.path.dirname(python), os.environ["PATH"]])
-    env = {**inherited_environment(), "PYTHONPATH": str(tmp_path), "PATH": path}
+    # Its chat loop is a script that uv prepares: the environment has one, found though PATH does not come from here.
+    kept = {name: value for name, value in inherited_environment().items() if name != "PATH"}
+    env = {**kept, "PYTHONPATH": str(tmp_path)}
     options = VerifiersOptions(environment=name, python=python, env=env)
     context = ComponentContext(str(tmp_path), "test")
     listed = VerifiersTaskSet(options, context)

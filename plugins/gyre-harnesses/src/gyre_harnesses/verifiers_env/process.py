@@ -25,9 +25,10 @@ _LINE_BYTES = 1 << 26
 _FIX = "Install verifiers 0.4 and the environment's package there, or set the option python to where they are."
 
 
-def environment(options: VerifiersOptions, home: str, key: str) -> dict[str, str]:
-    """What the worker's process sees."""
-    base = {"PATH": os.defpath, "HOME": home, "LANG": "C.UTF-8", "GYRE_VF_KEY": key}
+def environment(options: VerifiersOptions, python: str, home: str, key: str) -> dict[str, str]:
+    """What the worker's process sees; its PATH begins where `python` is, where the package finds the uv beside it."""
+    path = os.pathsep.join([os.path.dirname(python), os.defpath])
+    base = {"PATH": path, "HOME": home, "LANG": "C.UTF-8", "GYRE_VF_KEY": key}
     return {**base, **options.env}
 
 
@@ -50,7 +51,7 @@ async def ask(options: VerifiersOptions, job: Mapping[str, Any], key: str, timeo
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env=environment(options, home, key),
+                env=environment(options, python, home, key),
                 cwd=home,
                 limit=_LINE_BYTES,
                 start_new_session=True,
