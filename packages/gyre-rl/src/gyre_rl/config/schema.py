@@ -46,7 +46,8 @@ class ModelConfig:
     family: str | None = None
     """Name of the chat format (renderer); found from the model's config when absent."""
     routed_experts: bool = False
-    """Mixture-of-experts models: engines record which experts each token went through, and trainers replay them."""
+    """Mixture-of-experts models: engines record which experts each token went through, and the trainer, where it can,
+    replays them (`deepspeed` without `recompute`)."""
 
 
 @dataclass(frozen=True, slots=True)
