@@ -262,7 +262,7 @@ class VerifiersOptions:
     table: Mapping[str, object] = field(default_factory=dict)
     """Keys of the package's `env` table that replace the ones made of the options above."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the clean environment of its process, whose PATH begins with the interpreter's folder, where its uv is."""
+    """Added to the clean environment of its process; PATH begins with the interpreter's folder, where its uv is."""
     heldout_one_in: int = 5
     most_tasks: int = 10_000
     """Tasks that are listed at most; environments may have no end."""
