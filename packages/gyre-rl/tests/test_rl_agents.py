@@ -14,6 +14,7 @@ from gyre_core import (
     ExecutionEnd,
     ExecutionJob,
     ExecutionStatus,
+    InfrastructureError,
     Limits,
     ModelEndpoint,
     Score,
@@ -146,6 +147,23 @@ async def test_a_workspace_outlives_its_deadline_until_it_is_scored(tmp_path, mo
     assert (outcome.score, played.statuses) == (Score(0.5, complete=False), [ExecutionStatus.TIMEOUT])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("g.0")], "the workspace goes with its score"
     await host.close()
+
+
+async def test_a_workspace_that_cannot_be_closed_takes_no_score_away(tmp_path, monkeypatch):
+    played = Slow()
+    played.judged.set()
+    host, sandbox = make_host(tmp_path, played)
+    sandbox.open.set()
+    made = await sandbox.create("probe", {})
+
+    async def stuck(_self):
+        raise InfrastructureError("ending a workspace", got="a process that does not end")
+
+    monkeypatch.setattr(type(made), "close", stuck)
+    running = await begin(host, sandbox)
+    await played.wrote.wait()
+    await host.cut(Cut("g.0", "the step closed"))
+    assert (await running).score == Score(0.5, complete=False)
 
 
 async def test_a_run_that_stops_leaves_no_workspace(tmp_path):

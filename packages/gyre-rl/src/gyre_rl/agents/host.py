@@ -183,7 +183,10 @@ class AgentsHost:
                 return Outcome(_failed("scoring it", error), None, ended - began, time.perf_counter() - ended)
             return Outcome(end, score, ended - began, time.perf_counter() - ended)
         finally:
-            await workspace.close()
+            try:
+                await workspace.close()
+            except (GyreError, OSError) as error:  # what it earned stands, whatever is left of its workspace
+                log.error("the workspace of %s was not closed: %s", job.execution, error)
 
     async def _agent(self, job: ExecutionJob, workspace: Workspace) -> ExecutionEnd:
         wall = job.limits.wall_s
