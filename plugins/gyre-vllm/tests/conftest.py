@@ -119,7 +119,7 @@ def real_server(
     vllm_python: str, tiny_sources: list[WeightSource], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealServer]:
     """One server for the session; GYRE_VLLM_URL takes one that runs already with the same model and sizes."""
-    vocab, block, limit = load_module(HERE / "vllm_models.py").VOCAB, 32, 512
+    vocab, block, limit = load_module(HERE / "vllm_models.py").VOCAB, 32, 2048
     if url := os.environ.get("GYRE_VLLM_URL"):
         yield RealServer(url, tiny_sources, vocab, block, limit)
         return
