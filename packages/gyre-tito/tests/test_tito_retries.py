@@ -261,6 +261,8 @@ async def test_an_agent_that_goes_on_after_a_restart_is_told_again_what_it_was_t
         assert (await bench.ask("chat/completions", body, "turn-0"))[0] == 422, "another request by that name"
         assert (await bench.ask("chat/completions", body, "turn-0/2"))[0] == 200
         assert (await bench.ask("chat/completions", body, "new", key=old))[0] == 401
+        old, bench.key = bench.key, (await bench.service.reopen_execution("e")).api_key
+        assert (await bench.ask("chat/completions", body, "new", key=old))[0] == 401, "also within one life"
         await bench.service.close_execution("e", Status.COMPLETED)
         for name, status in (("e", 409), ("nobody", 404)):
             with pytest.raises(ApiError) as refused:
