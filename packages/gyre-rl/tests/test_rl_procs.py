@@ -102,6 +102,11 @@ class EchoHost:
         if self.spec.body.get("exit"):
             print("last words", flush=True)
             os._exit(7)
+        if self.spec.body.get("die telling"):
+            asyncio.get_running_loop().call_later(0.2, os._exit, 9)
+            for number in range(3):
+                await link.send("told", number)
+            await link.ask("hang", 0, int)
         answer = await link.ask("sum", [1, 2, 3], int)
         return Number(answer)
 
@@ -120,13 +125,25 @@ class Owner:
     def __init__(self) -> None:
         self.losses: list[tuple[CellId, str]] = []
         self.lost = asyncio.Event()
+        self.told: list[int | str] = []
 
     async def on_message(self, cell: CellId, topic: str, body: bytes) -> Any:
+        if topic == "told":
+            await asyncio.sleep(0.6)
+            self.told.append(unpack(body, int))
+            return None
+        if topic == "hang":
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.told.append("nobody listens")
+                raise
         assert topic == "sum"
         return sum(unpack(body, list[int]))
 
     def on_loss(self, cell: CellId, reason: str) -> None:
         self.losses.append((cell, reason))
+        self.told.append("lost")
         self.lost.set()
 
 
@@ -165,6 +182,13 @@ async def test_kill_9_is_noticed_and_the_next_life_has_a_higher_incarnation(flee
     second = await _start(made)
     assert second.id == CellId("echo", 2)
     assert await made.ready(second, Number) == Number(6)
+
+
+async def test_what_a_child_told_before_it_died_is_handled_before_its_loss(fleet):
+    made, owner = fleet
+    await _start(made, **{"die telling": True})
+    await asyncio.wait_for(owner.lost.wait(), 30)
+    assert owner.told == ["nobody listens", 0, 1, 2, "lost"]
 
 
 async def test_a_child_that_cannot_start_says_why(fleet):

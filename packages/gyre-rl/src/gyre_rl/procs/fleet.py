@@ -7,6 +7,7 @@ that comes back does so under the next incarnation; a hello of an older one is r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import sys
@@ -21,7 +22,7 @@ from aiohttp import web
 from gyre_core import CellId, GyreError, InfrastructureError, Launcher, ProcessHandle, ProcessSpec
 
 from gyre_rl.procs.child import ChildSpec, Hello
-from gyre_rl.procs.link import Link
+from gyre_rl.procs.link import SETTLE_S, Link
 from gyre_rl.procs.wire import Fault, Peer, authorised, serve, unpack
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ class Child:
     link: Link | None = None
     peer: Peer | None = None
     ready: asyncio.Future[bytes] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its link is over, and what it told is handled."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
     def reach(self) -> Peer:
@@ -112,6 +115,9 @@ class Fleet:
                 )
             )
             child.ready.exception()  # somebody may have given up waiting
+        if child.link is not None:
+            with contextlib.suppress(TimeoutError):  # what it told before it died comes before its death
+                await asyncio.wait_for(child.heard.wait(), 2 * SETTLE_S)
         self._lose(child, f"its process ended with status {status}")
 
     async def ready(self, child: Child, as_type: type[T], timeout_s: float = START_TIMEOUT_S) -> T:
@@ -138,6 +144,7 @@ class Fleet:
         try:
             await child.link.pump()
         finally:
+            child.heard.set()
             if child.ready.done():  # else its process ends now, and its log says more than a closed connection does
                 self._lose(child, "its connection ended")
         return socket

@@ -1,7 +1,8 @@
 """The one connection each child keeps to the run: events up, questions both ways, and death noticed at once.
 
 Invariant: while a link is open both ends live; when it closes, the run treats the child as lost and the child ends
-itself. Frames are msgpack in a WebSocket; a question has a number and gets exactly one answer or the link's end.
+itself. An event that arrived is a fact and is handled to its end, also after the link's. Frames are msgpack in a
+WebSocket; a question has a number and gets exactly one answer or the link's end.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from gyre_core import CellLostError
 from gyre_rl.procs.wire import Fault, pack, unpack
 
 T = TypeVar("T")
+SETTLE_S = 5.0
+"""How long the end of a link waits for the handling of the events that came before it."""
 Socket = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
 
 
@@ -42,7 +45,8 @@ class Link:
         self._socket, self._handler, self.name = socket, handler, name
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Task[None]] = set()
+        self._answering: set[asyncio.Task[None]] = set()
 
     async def send(self, topic: str, message: Any) -> None:
         """Tell an event; raises `CellLostError` if the other side is gone."""
@@ -66,7 +70,7 @@ class Link:
             raise CellLostError(f"telling {self.name} of {frame.topic}", got="a closed connection") from error
 
     async def pump(self) -> None:
-        """Read frames until the connection ends; then fail all open questions."""
+        """Read frames until the connection ends, then fail all open questions and see the events handled."""
         try:
             async for message in self._socket:
                 if message.type is aiohttp.WSMsgType.BINARY:
@@ -76,8 +80,10 @@ class Link:
             for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(lost)
-            for task in list(self._tasks):
-                task.cancel()
+            for task in list(self._answering):
+                task.cancel()  # nobody is there to hear the answer
+        if self._telling:
+            await asyncio.wait(list(self._telling), timeout=SETTLE_S)
 
     def _take(self, frame: Frame) -> None:
         if frame.number < 0:
@@ -89,8 +95,9 @@ class Link:
                     future.set_result(bytes(frame.body))
             return
         task = asyncio.create_task(self._answer(frame))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        kept = self._answering if frame.number else self._telling
+        kept.add(task)
+        task.add_done_callback(kept.discard)
 
     async def _answer(self, frame: Frame) -> None:
         try:
