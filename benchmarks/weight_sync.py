@@ -1,11 +1,13 @@
 """A policy version from trainer memory to engine memory on one machine, each way beside a plain copy.
 
-A plain copy uses the same medium: it writes the bytes of all tensors into one file (forced to disk for disk), puts it
-in the place of the one before and reads it back into the targets; it has no names and no checks. Ours publishes
-(digests, manifest, atomic folder), opens, verifies and writes into the same targets, and drops the version before.
-`safetensors` is the usual way, save_file and load_file. Deltas have 2 % of the elements changed, at random. Times are
-the least of several rounds taken in turn; reads come from the page cache in all ways. Prints one JSON object as its
-last line.
+A plain copy uses the same medium: it writes the bytes of all tensors into one fresh file (forced to disk for disk),
+puts it in the place of the one before and reads it back into the targets; it has no names and no checks, and a reader
+of the one before is left in peace, as by ours. `rewrite_shm` does without that: it writes over the one file there is,
+which a reader would see half new. Ours publishes (digests, manifest, atomic folder), opens, verifies and writes into
+the same targets, and drops the version before; in shared memory it writes over memory of dropped versions that nobody
+has open. `safetensors` is the usual way, save_file and load_file. Deltas have 2 % of the elements changed, at random.
+Times are the least of several rounds taken in turn; reads come from the page cache in all ways. Prints one JSON object
+as its last line.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ Tensors = dict[str, torch.Tensor]
 SIZES = {"0.1B": (640, 12), "0.5B": (1280, 20), "1B": (1792, 22)}
 """Hidden size and layers of a Qwen3-like model with a vocabulary of 50,000."""
 CHANGED = 0.02
+RATIOS = ("disk_vs_copy", "shm_vs_copy", "shm_during_vs_copy", "shm_vs_rewrite")
+"""Given for all sizes together, as the worst of them."""
 
 
 def shapes(hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
@@ -72,10 +76,10 @@ def equal(left: Tensors, right: Tensors) -> bool:
     return all(torch.equal(a.view(torch.uint8), right[n].view(torch.uint8)) for n, a in left.items())
 
 
-def plain_copy(source: Tensors, targets: Tensors, path: Path, flush: bool) -> None:
-    """Through one file, with nothing else."""
-    draft = path.with_suffix(".draft")
-    with draft.open("wb", buffering=0) as writer:
+def plain_copy(source: Tensors, targets: Tensors, path: Path, flush: bool, *, over: bool = False) -> None:
+    """Through one file, with nothing else; `over`: through the same one again and again."""
+    draft = path if over else path.with_suffix(".draft")
+    with draft.open("r+b" if over and path.exists() else "wb", buffering=0) as writer:
         for tensor in source.values():
             write_all(writer, tensor)
         if flush:
@@ -161,13 +165,14 @@ class Bench:
             ways[f"safetensors_{kind}"] = lambda r=root, f=flush: usual(self.source, self.targets, r / "usual", f)
             for verify in (Verify.BEFORE, Verify.DURING, Verify.NONE):
                 ways[f"{kind}_{verify.value}"] = lambda k=kind, v=verify: self.full(k, v)
+        memory = self.roots["shm"]
+        ways["rewrite_shm"] = lambda: plain_copy(self.source, self.targets, memory / "over", False, over=True)
         best: dict[str, float] = {}
         for _ in range(rounds):
             for name, call in ways.items():
                 best[name] = min(best.get(name, 1e9), self.timed(call))
-        for root in self.roots.values():
-            (root / "plain").unlink()
-            (root / "usual").unlink()
+        for path in (root / name for root in self.roots.values() for name in ("plain", "usual", "over")):
+            path.unlink(missing_ok=True)
         return best
 
     def delta_ways(self, rounds: int) -> dict[str, float]:
@@ -228,6 +233,7 @@ def measure(size: str, dtype: torch.dtype, rounds: int, disk: Path, memory: Path
         "disk_vs_copy": round(seconds["disk_before"] / seconds["copy_disk"], 3),
         "shm_vs_copy": round(seconds["shm_before"] / seconds["copy_shm"], 3),
         "shm_during_vs_copy": round(seconds["shm_during"] / seconds["copy_shm"], 3),
+        "shm_vs_rewrite": round(seconds["shm_before"] / seconds["rewrite_shm"], 3),
         "disk_vs_safetensors": round(seconds["disk_before"] / seconds["safetensors_disk"], 3),
         "shm_vs_safetensors": round(seconds["shm_before"] / seconds["safetensors_shm"], 3),
         "delta_vs_full_bytes": round(bench.bytes["delta_disk"] / bench.bytes["disk"], 4),
@@ -264,9 +270,7 @@ def main() -> None:
             found[size] = measure(size, getattr(torch, args.dtype), args.rounds, *roots)
         if not args.json:
             print(size, json.dumps(found[size], indent=1))
-    worst = {
-        key: max(item[key] for item in found.values()) for key in ("disk_vs_copy", "shm_vs_copy", "shm_during_vs_copy")
-    }
+    worst = {key: max(item[key] for item in found.values()) for key in RATIOS}
     result = {
         "benchmark": "weight_sync", "dtype": args.dtype, "changed": CHANGED, **worst,
         "delta_vs_full": max(item["delta_vs_full_bytes"] for item in found.values()),

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from gyre_weights.errors import WeightsError
 from gyre_weights.manifest import read_manifest
+from gyre_weights.spares import Spares
 
 Extras: TypeAlias = "Mapping[str, bytes | Path]"
 """Small files beside the weights (config.json, the tokenizer's): content, or the file to copy, by name."""
@@ -101,9 +102,9 @@ def chain(root: str | Path, version: int) -> list[int]:
     return found
 
 
-def drop_old(root: str | Path, keep: int, spare: Iterable[str | Path] = ()) -> list[int]:
+def drop_old(root: str | Path, keep: int, spare: Iterable[str | Path] = (), spares: Spares | None = None) -> list[int]:
     """Remove all but the newest `keep` versions, the folders in `spare`, and what these rest on; which were removed.
-    A reader that has a dropped version open keeps its mapping."""
+    The last one's shards go to `spares`. A reader that has a dropped version open keeps its mapping."""
     versions = versions_in(root)
     spared = {Path(path).resolve() for path in spare}
     wanted: set[int] = set()
@@ -116,6 +117,8 @@ def drop_old(root: str | Path, keep: int, spare: Iterable[str | Path] = ()) -> l
             if path.is_symlink():
                 path.unlink(missing_ok=True)
             else:
+                if spares is not None:
+                    spares.keep(path)
                 shutil.rmtree(path, ignore_errors=True)
             dropped.append(version)
     return dropped

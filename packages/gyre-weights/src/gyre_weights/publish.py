@@ -21,6 +21,7 @@ from gyre_weights.folder import Extras, drop_old, flush, new_folder, version_fol
 from gyre_weights.manifest import MANIFEST, BaseRef, Manifest, StoredEntry, TensorEntry, identity, to_json
 from gyre_weights.shadow import Shadow
 from gyre_weights.shards import ShardWriter
+from gyre_weights.spares import Spares
 from gyre_weights.version import INDEX, PART, Published
 
 SHARD_BYTES = 4 << 30
@@ -50,12 +51,17 @@ def publish_full(
     """Write `root`/v<version> from a stream of tensors and drop versions beyond the newest `keep`.
 
     `kind` "disk" forces everything to disk before the folder gets its name; "shm" is for a root in shared memory and
-    does not. `spare` are folders never dropped. OSError when the medium is full; nothing is left behind then.
+    does not, and writes over the memory of the version that was dropped last (`gyre_weights.spares`). `spare` are
+    folders never dropped. OSError when the medium is full; nothing is left behind then.
     """
-    return _publish(
-        root, version, kind, keep, extras or {}, spare, None,
-        lambda draft: write_part(draft, 0, tensors, version=version, durable=kind == "disk", shard_bytes=shard_bytes),
-    )  # fmt: skip
+    spares = Spares(Path(root)) if kind == "shm" else None
+
+    def write(draft: Path) -> Part:
+        return write_part(
+            draft, 0, tensors, version=version, durable=kind == "disk", shard_bytes=shard_bytes, spares=spares
+        )
+
+    return _publish(root, version, kind, keep, extras or {}, spare, None, write, spares=spares)
 
 
 def publish_delta(
@@ -93,6 +99,7 @@ def _publish(
     write: Callable[[Path], Part],
     *,
     durable: bool | None = None,
+    spares: Spares | None = None,
 ) -> Published:
     started = time.perf_counter()
     durable = kind == "disk" if durable is None else durable
@@ -100,7 +107,7 @@ def _publish(
     with new_folder(target, durable=durable) as draft:
         part = write(draft)
         manifest = finish_version(draft, [part], version=version, kind=kind, base=base, extras=extras, durable=durable)
-    drop_old(root, keep, [*spare, target])  # also after a step back to an older number
+    drop_old(root, keep, [*spare, target], spares)  # also after a step back to an older number
     return Published(
         version, str(target), kind, sum(manifest.files.values()), time.perf_counter() - started, manifest.digest,
         None if base is None else base.version, None if base is None else part.changed,
@@ -108,11 +115,20 @@ def _publish(
 
 
 def write_part(
-    draft: Path, part: int, tensors: Named, *, version: int, durable: bool = True, shard_bytes: int = SHARD_BYTES
+    draft: Path,
+    part: int,
+    tensors: Named,
+    *,
+    version: int,
+    durable: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+    spares: Spares | None = None,
 ) -> Part:
-    """Write this process's tensors into the draft folder; returns, and leaves in the draft, what was written."""
+    """Write this process's tensors into the draft folder, over shards of `spares` where there are; returns, and leaves
+    in the draft, what was written."""
     entries: dict[str, TensorEntry] = {}
-    with ShardWriter(draft, f"part-{part:05d}", version=version, shard_bytes=shard_bytes, flush=durable) as writer:
+    stem = f"part-{part:05d}"
+    with ShardWriter(draft, stem, version=version, shard_bytes=shard_bytes, flush=durable, spares=spares) as writer:
         for name, tensor in named_host_tensors(tensors):
             stored = writer.add(name, tensor)
             entries[name] = TensorEntry(tensor.dtype, tensor.shape, stored.digest)

@@ -24,6 +24,7 @@ from gyre_weights.digest import CHUNK, Digest, digest_bytes
 from gyre_weights.errors import CorruptError, IncompleteError
 from gyre_weights.manifest import StoredEntry
 from gyre_weights.parallel import SMALL, processors
+from gyre_weights.spares import Spares
 
 PAGE = 4096
 HEADER_ROOM = 32 * PAGE
@@ -36,14 +37,22 @@ class ShardFile:
     """One shard being written."""
 
     def __init__(
-        self, path: Path, *, version: int, room: int = HEADER_ROOM, helper: ThreadPoolExecutor | None = None
+        self,
+        path: Path,
+        *,
+        version: int,
+        room: int = HEADER_ROOM,
+        helper: ThreadPoolExecutor | None = None,
+        spares: Spares | None = None,
     ) -> None:
         self.path, self._room, self._helper = path, room, helper
         self._meta = {"format": "pt", "gyre_version": str(version)}
         self._entries: dict[str, dict[str, object]] = {}
         self._header_bytes = len(json.dumps({"__metadata__": self._meta})) + 16
         self._at = 0
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        used = spares.take(path) if spares is not None else None
+        made = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        self._handle = os.open(path, made, 0o600) if used is None else used
         os.lseek(self._handle, room, os.SEEK_SET)
 
     @property
@@ -85,6 +94,7 @@ class ShardFile:
         header = json.dumps({"__metadata__": self._meta} | self._entries, separators=(",", ":")).encode()
         room = self._room - 8
         os.pwrite(self._handle, room.to_bytes(8, "little") + header.ljust(room), 0)
+        os.ftruncate(self._handle, self._room + self._at)  # a shard that was used again may have been longer
         if flush:
             os.fsync(self._handle)
         os.close(self._handle)
@@ -107,9 +117,11 @@ def _write_all(handle: int, data: Bytes) -> None:
 class ShardWriter:
     """A stream of tensors into shards `<stem>-00001.safetensors`, ... of at most `shard_bytes`, or one tensor."""
 
-    def __init__(self, folder: Path, stem: str, *, version: int, shard_bytes: int, flush: bool) -> None:
+    def __init__(
+        self, folder: Path, stem: str, *, version: int, shard_bytes: int, flush: bool, spares: Spares | None = None
+    ) -> None:
         self._folder, self._stem, self._version = folder, stem, version
-        self._limit, self._flush = shard_bytes, flush
+        self._limit, self._flush, self._spares = shard_bytes, flush, spares
         self._open: ShardFile | None = None
         self._helper = ThreadPoolExecutor(1, "gyre-weights") if processors() > 1 else None
         self.stored: dict[str, StoredEntry] = {}
@@ -123,7 +135,7 @@ class ShardWriter:
             shard = None
         if shard is None:
             path = self._folder / f"{self._stem}-{len(self.files) + 1:05d}.safetensors"
-            self._open = shard = ShardFile(path, version=self._version, helper=self._helper)
+            self._open = shard = ShardFile(path, version=self._version, helper=self._helper, spares=self._spares)
         self.stored[name] = shard.add(name, tensor)
         return self.stored[name]
 
