@@ -8,15 +8,11 @@ workspace ends its keeper and removes its folder. What the kernel did not grant 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import itertools
 import logging
 import os
-import shutil
 import socket
-import stat
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +20,8 @@ from typing import Any
 from gyre_core import CapabilityError, ComponentContext, ConfigError, ExecRequest, ExecResult, InfrastructureError
 
 from gyre_harnesses.options import LocalOptions
-from gyre_harnesses.sandbox import cgroups, paths, snapshots
+from gyre_harnesses.sandbox import cgroups, folders, paths, snapshots
+from gyre_harnesses.sandbox.folders import Folder
 from gyre_harnesses.sandbox.spawner import Channel, Spawner
 
 log = logging.getLogger("gyre.sandbox")
@@ -58,7 +55,7 @@ class LocalWorkspace:
 
     def __init__(
         self,
-        folder: str,
+        folder: Folder,
         channel: Channel,
         level: str,
         seen_at: Mapping[str, str],
@@ -86,7 +83,7 @@ class LocalWorkspace:
     @property
     def path(self) -> str:
         """Its folder on this host."""
-        return os.path.join(self._folder, "work")
+        return os.path.join(self._folder.path, "work")
 
     async def run(self, request: ExecRequest) -> ExecResult:
         """Run a command to its end or limit; see `gyre_core.Workspace.run`."""
@@ -145,25 +142,7 @@ class LocalWorkspace:
             if self._group is not None:
                 await asyncio.to_thread(self._group.end)
         finally:
-            if not self._keep:
-                await asyncio.to_thread(remove, self._folder)
-
-
-def remove(folder: str) -> None:
-    """Delete a folder whatever modes its owner gave to what is in it; InfrastructureError when something stays."""
-
-    def open_up(_function: object, path: str, _info: object) -> None:
-        with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), stat.S_IRWXU)
-        with contextlib.suppress(OSError):
-            if not os.path.islink(path):
-                os.chmod(path, stat.S_IRWXU)
-
-    for _ in range(50):
-        shutil.rmtree(folder, onerror=open_up)
-        if not os.path.lexists(folder):
-            return
-    raise InfrastructureError(f"deleting the workspace {folder}", got="files that stay", fix="Delete it by hand.")
+            await asyncio.to_thread(self._folder.let_go if self._keep else self._folder.free)
 
 
 class LocalSandbox:
@@ -193,6 +172,7 @@ class LocalSandbox:
         return (("isolation", found.level, "; ".join(found.problems)), ("limits", found.limits, looked))
 
     async def _find_isolation(self) -> Isolation:
+        await asyncio.to_thread(folders.clear, self._base)
         asked, place = self.options.isolation, await asyncio.to_thread(cgroups.find, self.options.cgroup)
         if isinstance(place, str) and self.options.cgroup not in ("auto", "none"):
             raise _no_group(f"no control group can be made in {self.options.cgroup}: {place}")
@@ -221,12 +201,12 @@ class LocalSandbox:
         folder, group = self._new_folder(), None
         try:
             group = self._group(place)
-            channel, hello = await self._spawner.keeper("probe", self._setup(folder, level, group))
+            channel, hello = await self._spawner.keeper("probe", self._setup(folder.path, level, group))
             channel.close()
         finally:
             if group is not None:
                 await _end(group)
-            remove(folder)
+            folder.free()
         return hello
 
     def _unjoined(self, place: cgroups.Place, why: str) -> str:
@@ -235,18 +215,20 @@ class LocalSandbox:
             raise _no_group(f"no process can join a control group in {self.options.cgroup}: {why}")
         return f"version {place.version}: {why} as a process joins a group in {place.folders[0]}"
 
-    def _new_folder(self) -> str:
+    def _new_folder(self) -> Folder:
+        folder = None
         try:
-            os.makedirs(self._base, exist_ok=True)
-            folder = tempfile.mkdtemp(prefix="w", dir=self._base)
+            folder = folders.make(self._base, keep=self.options.keep)
             self._made += 1
             for part in _PARTS:
-                os.mkdir(os.path.join(folder, part), 0o755)
+                os.mkdir(os.path.join(folder.path, part), 0o755)
             if os.geteuid() == 0:
-                for path in (folder, *(os.path.join(folder, part) for part in _PARTS)):
+                for path in (folder.path, *(os.path.join(folder.path, part) for part in _PARTS)):
                     os.chown(path, self._uid(), self._uid())
             return folder
         except OSError as error:
+            if folder is not None:
+                folder.free()
             raise InfrastructureError(
                 f"making a workspace folder in {self._base}",
                 got=str(error),
@@ -289,11 +271,11 @@ class LocalSandbox:
             "events": "" if group is None else group.events,
         }
 
-    async def _workspace(self, name: str, folder: str) -> LocalWorkspace:
+    async def _workspace(self, name: str, folder: Folder) -> LocalWorkspace:
         isolation = await self.isolation()
         level, group = isolation.level, self._group(isolation.place)
         try:
-            channel, hello = await self._spawner.keeper(name, self._setup(folder, level, group))
+            channel, hello = await self._spawner.keeper(name, self._setup(folder.path, level, group))
             if "error" in hello:
                 raise InfrastructureError(
                     f"making workspace {name!r}", got=hello["error"], expected=f"isolation {level!r}"
@@ -320,27 +302,27 @@ class LocalSandbox:
         folder = self._new_folder()
         try:
             for path, data in files.items():
-                paths.write_beneath(os.path.join(folder, "work"), path, data)
+                paths.write_beneath(os.path.join(folder.path, "work"), path, data)
             return await self._workspace(name, folder)
         except OSError as error:
-            remove(folder)
+            folder.free()
             if error.errno in (errno.EPERM, errno.EACCES):
                 raise ConfigError(f"filling workspace {name!r}", got=str(error), expected="paths inside it") from error
             raise InfrastructureError(f"filling workspace {name!r}", got=str(error), expected="room on disk") from error
         except BaseException:
-            remove(folder)
+            folder.free()
             raise
 
     async def restore(self, name: str, location: str) -> LocalWorkspace:
         """A workspace as `LocalWorkspace.snapshot` left it."""
         folder = self._new_folder()
-        work = os.path.join(folder, "work")
+        work = os.path.join(folder.path, "work")
         try:
             await asyncio.to_thread(snapshots.load, location, work)
-            _give(work, os.stat(folder).st_uid)
+            _give(work, os.stat(folder.path).st_uid)
             return await self._workspace(name, folder)
         except BaseException:
-            remove(folder)
+            folder.free()
             raise
 
     async def close(self) -> None:

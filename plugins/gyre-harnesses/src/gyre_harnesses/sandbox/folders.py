@@ -1,0 +1,100 @@
+"""The folders of workspaces: made, held while they are in use, removed, and cleared when whoever made them was killed.
+
+Invariant: a folder is locked by the process that made it as long as it is in use, so a folder that can be locked is
+nobody's and is removed; one that shall be kept is never cleared. Not here: what is in a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from dataclasses import dataclass
+
+from gyre_core.errors import InfrastructureError
+
+log = logging.getLogger("gyre.sandbox")
+
+_PREFIX, _KEPT = "w", "kept-"
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder that this process holds."""
+
+    path: str
+    lock: int
+    """Descriptor of the folder; the lock ends with it, or with this process."""
+
+    def free(self) -> None:
+        """Remove it; InfrastructureError when something stays."""
+        try:
+            remove(self.path)
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Hold it no more and leave it where it is."""
+        os.close(self.lock)
+
+
+def make(base: str, *, keep: bool) -> Folder:
+    """A fresh folder in `base`. One to `keep` has a name of its own kind. OSError when there is no room or right."""
+    os.makedirs(base, exist_ok=True)
+    while True:
+        path = tempfile.mkdtemp(prefix=_KEPT if keep else _PREFIX, dir=base)
+        held = _hold(path)
+        if held is not None and os.path.isdir(path):
+            return Folder(path, held)
+        if held is not None:  # another process cleared it in the moment before it was held
+            os.close(held)
+
+
+def clear(base: str) -> None:
+    """Remove the folders in `base` that nobody holds: those of a process that was killed. What stays is told."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(base) as entries:
+        for entry in entries:
+            if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
+                continue
+            held = _hold(entry.path)
+            if held is None:
+                continue
+            try:
+                Folder(entry.path, held).free()
+            except InfrastructureError as error:
+                log.warning("%s", error)
+
+
+def _hold(path: str) -> int | None:
+    """The folder's descriptor with the lock on it; None when another holds it, or it is gone."""
+    try:
+        found = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(found)
+        return None
+    return found
+
+
+def remove(folder: str) -> None:
+    """Delete a folder whatever modes its owner gave to what is in it; InfrastructureError when something stays."""
+
+    def open_up(_function: object, path: str, _info: object) -> None:
+        with contextlib.suppress(OSError):
+            os.chmod(os.path.dirname(path), stat.S_IRWXU)
+        with contextlib.suppress(OSError):
+            if not os.path.islink(path):
+                os.chmod(path, stat.S_IRWXU)
+
+    for _ in range(50):
+        shutil.rmtree(folder, onerror=open_up)
+        if not os.path.lexists(folder):
+            return
+    raise InfrastructureError(f"deleting the workspace {folder}", got="files that stay", fix="Delete it by hand.")
