@@ -6,21 +6,24 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from gyre_core import ConfigError, InfrastructureError, PluginError
 from gyre_rl.cli.console import Console, reported
 from gyre_rl.cli.errors import explain, render
-from gyre_rl.cli.preflight import preflight
+from gyre_rl.cli.preflight import chat_problems, preflight
 from gyre_rl.cli.rundirs import place_run, reopen_run
 from gyre_rl.cli.signals import Stopped, until_stopped
 from gyre_rl.config import ModelConfig, PluginChoice, ProxyConfig, RunConfig, RunConfigError, load
 
+QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 CONFIG = 'name = "small"\ntasks = "files"\n[model]\npath = "policy"\n'
 
 
@@ -35,8 +38,10 @@ def gyre(*arguments, cwd):
 def model(tmp_path):
     policy = tmp_path / "policy"
     policy.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in ("config.json", "model.safetensors"):
         (policy / name).write_text("{}")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(QUICKSTART / "policy" / name, policy)
     (tmp_path / "gyre.toml").write_text(CONFIG)
     return tmp_path
 
@@ -104,6 +109,41 @@ def test_the_machine_is_checked_as_a_whole(tmp_path):
     assert "config.json" in texts
     assert "safetensors" in texts
     assert "tokenizer" in texts
+
+
+@pytest.mark.parametrize("elsewhere", [(), ("--elsewhere",)], ids=["here", "elsewhere"])
+def test_a_family_that_is_none_is_said_with_those_there_are(model, elsewhere):
+    done = gyre("check", ".", "--set", "model.family=qwen33", *elsewhere, cwd=model)
+    assert done.returncode == 2
+    assert "model.family: the model cannot chat: choosing chat format 'qwen33'" in done.stderr
+    assert "'qwen3', " in done.stderr
+
+
+def told_of_chat(model, **changes):
+    """The keys of the problems with the chat format, and their text."""
+    found = list(chat_problems(replace(config_in(model), model=ModelConfig("policy", **changes))))
+    return [problem.path for problem in found], " ".join(map(str, found))
+
+
+def test_a_model_that_cannot_chat_is_found_before_the_run_starts(model):
+    assert told_of_chat(model) == told_of_chat(model, family="qwen3") == ([], "")
+    keys, text = told_of_chat(model, family="llama-3")
+    assert keys == ["model.family"]
+    assert "<|begin_of_text|>" in text
+    template = model / "policy" / "chat_template.jinja"
+    for broken in ("{% for %}", "{{ raise_exception('never') }}"):
+        template.write_text(broken)
+        assert told_of_chat(model)[0] == ["model.path"]
+    assert told_of_chat(model, family="qwen3")[0] == [], "this family brings its own"
+    template.unlink()
+    keys, text = told_of_chat(model)
+    assert keys == ["model.path"]
+    assert "chat_template.jinja" in text
+    (model / "policy" / "tokenizer.json").write_text("{}")
+    assert told_of_chat(model, family="qwen3")[0] == ["model.family"]
+    assert told_of_chat(model, tokenizer="nowhere", family="qwen3")[0] == [], (
+        "not at hand, so its name alone is looked at"
+    )
 
 
 def test_a_host_that_is_not_ours_is_a_problem(model):

@@ -55,21 +55,31 @@ def make_format(
     return ChatFormat(tokenizer, plain, name, history, marking)
 
 
+def check_family(name: str) -> None:
+    """FormatError, which lists the families, when there is none of this name."""
+    _config(name, {})
+
+
+def _config(name: str, settings: dict[str, Any]) -> Any:
+    from renderers.configs import config_from_name  # type: ignore[import-untyped]
+
+    try:
+        config = config_from_name(name)
+        return type(config)(**settings)
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"choosing chat format {name!r}: {error}") from error
+
+
 def _renderer(
     tokenizer: FastTokenizer | OffsetTokenizer, name: str, history: HistoryMode, options: dict[str, Any]
 ) -> Any:
     from renderers import base
-    from renderers.configs import config_from_name  # type: ignore[import-untyped]
 
     settings = dict(options)
     if name == "default":
         settings.setdefault("tool_parser", "qwen3" if _has_calls(tokenizer) else None)
         settings.setdefault("reasoning_parser", "think")
-    try:
-        config = config_from_name(name)
-        config = type(config)(**settings)
-    except (ValueError, TypeError) as error:
-        raise FormatError(f"choosing chat format {name!r}: {error}") from error
+    config = _config(name, settings)
     candidates = [config]
     if history == "exact" and name != "default":
         with contextlib.suppress(ValueError, TypeError):  # a renderer without this policy: its own bridge decides

@@ -12,7 +12,7 @@ from gyre_core import PluginManager
 
 from gyre_rl.cli.console import Console
 from gyre_rl.cli.offers import make_engine, missing, run_problems
-from gyre_rl.cli.preflight import preflight
+from gyre_rl.cli.preflight import chat_problems, preflight
 from gyre_rl.cli.rundirs import place_run
 from gyre_rl.cli.sizing import memory_line, memory_problems
 from gyre_rl.config import RunConfig, RunConfigError, dumps, load
@@ -26,6 +26,8 @@ def check_config(source: Path, sets: Sequence[str], console: Console, *, machine
         raise RunConfigError(f"of {config.name!r}", problems)
     if machine:
         preflight(config, Path(config.dir or ""))
+    elif problems := list(chat_problems(config)):
+        raise RunConfigError(f"of {config.name!r}", problems)
     memory = memory_line(config)
     where = "on this machine" if machine else "as a file; this machine was not looked at"
     text = f"{dumps(config)}\n" if show else f"{outline(config, missing(offered))}\n"

@@ -1,4 +1,4 @@
-"""Whether this machine can carry out a run: the model is there, the port is free, the disk can be written to.
+"""Whether this machine can carry out a run: the model is there and can chat, the port is free, the disk takes data.
 
 Invariant: looks and changes nothing but a folder that it makes and a file that it writes and removes in the run's
 place; says everything that is wrong at once. What the configuration itself must satisfy is `gyre_rl.config`.
@@ -41,6 +41,24 @@ def model_problems(config: RunConfig) -> Iterator[Problem]:
     if not any((tokenizer / name).is_file() for name in TOKENIZERS):
         key = "model.tokenizer" if config.model.tokenizer else "model.path"
         yield Problem(key, f"got {tokenizer} without a tokenizer, expected one of {', '.join(TOKENIZERS)}")
+        return
+    yield from chat_problems(config)
+
+
+def chat_problems(config: RunConfig) -> Iterator[Problem]:
+    """What the proxy would find when it starts: whether there is such a family and it can speak through this tokenizer.
+    Where the tokenizer is not at hand, only the family's name is looked at."""
+    from gyre_tito.families import check_family, load_format  # tokenizers and templates: not for `gyre --help`
+    from gyre_tito.messages import Message
+
+    family = config.model.family
+    try:
+        if family is not None:
+            check_family(family)
+        if config.tokenizer_dir.is_dir():
+            load_format(config.tokenizer_dir, family=family).render((Message("user", "Hello"),), ())
+    except Exception as error:  # noqa: BLE001 - boundary: whatever foreign tokenizers and templates raise is told
+        yield Problem("model.family" if family else "model.path", f"the model cannot chat: {error}")
 
 
 def port_problems(config: RunConfig) -> Iterator[Problem]:
