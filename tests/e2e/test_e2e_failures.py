@@ -34,6 +34,7 @@ from gyre_core import (
     Task,
 )
 from gyre_rl.agents.host import AgentsBody, AgentsHost
+from gyre_rl.agents.rests import Rests
 from gyre_rl.procs.child import ChildSpec
 from gyre_rl.proxy.host import Closed, Opened
 from gyre_rl.run.batches import BuiltGroup, Member, build_group
@@ -131,6 +132,16 @@ class Peers:
                 return await self.host.run(message)
         raise AssertionError(path)
 
+    @property
+    def here(self) -> Peers:
+        return self
+
+    async def reach(self) -> Peers:
+        return self
+
+    async def ended(self, peer: Any) -> bool:
+        return False
+
 
 def tree(execution: str) -> dict[str, Any]:
     """A prompt of one token and the one sampled token."""
@@ -196,8 +207,9 @@ async def sample(folder: Path, faults: Faults, **rollout_options: Any) -> Result
     def spawn(coroutine: Coroutine[Any, Any, Any]) -> None:
         work.add(asyncio.create_task(coroutine))
 
+    rests = Rests(folder / "rests", "played")
     rollout = Rollout(
-        config, lambda: peers, lambda: peers, lambda event: runner.post_now(event), bus, on_over=lambda recorded: None
+        config, peers, peers, rests, lambda event: runner.post_now(event), bus, on_over=lambda recorded: None
     )
     groups = Groups(rollout, config, rollout.post)
     driver = RunDriver(SimpleNamespace(), rollout, groups, bus, spawn)  # type: ignore[arg-type]

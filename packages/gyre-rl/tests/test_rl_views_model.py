@@ -123,12 +123,14 @@ def test_executions_are_counted_by_purpose_and_status():
         ev.ExecutionStarted("a", "t"),
         ev.ExecutionStarted("b", "t", attempt=1),
         ev.ExecutionStarted("c", "t", purpose="eval"),
+        ev.ExecutionWentOn("a"),
         ev.ExecutionEnded("a", "timeout", 0.5, partial=True, branches=2),
         ev.ExecutionEnded("c", "completed", 1.0, purpose="eval", branches=9),
     )
     assert state.running == {"train": 1, "eval": 0}
     totals = state.totals
     assert (totals.executions, totals.retries, totals.partial_scores, totals.branches) == (1, 1, 1, 2)
+    assert totals.went_on == 1
     assert totals.statuses == {"timeout": 1, "completed": 1}
 
 

@@ -39,13 +39,14 @@ from gyre_rl.agents.rests import Rests
 from gyre_rl.cell.messages import Failing, LeaseDone, LoadEvent
 from gyre_rl.config.schema import PluginChoice, RunConfig
 from gyre_rl.procs.fleet import Child, Fleet
-from gyre_rl.procs.wire import Empty, Peer, unpack
+from gyre_rl.procs.wire import Empty, unpack
 from gyre_rl.proxy.backend import CallOver, Route, RouteAsk
 from gyre_rl.proxy.host import ProxyBody, ProxyReady
 from gyre_rl.run.bus import EventBus
 from gyre_rl.run.cells import Cells, plain
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.run.driver import RunDriver
+from gyre_rl.run.helpers import Helper
 from gyre_rl.run.rollout import Rollout
 from gyre_rl.run.scheduling import make_scheduler, scheduler_log
 from gyre_rl.run.training import Training
@@ -72,12 +73,14 @@ class Parts:
     training: Training = field(init=False)
     driver: RunDriver = field(init=False)
     runner: SchedulerRunner = field(init=False)
-    helpers: dict[str, Child] = field(default_factory=dict)
-    proxy_url: str = ""
+    agents: Helper = field(init=False)
+    proxy: Helper = field(init=False)
     loads: dict[CellId, EngineLoad] = field(default_factory=dict)
     sessions: dict[str, str] = field(default_factory=dict)
     """Living session -> the scheduler's name of its execution."""
     restarts: dict[str, int] = field(default_factory=dict)
+    _joined: set[CellId] = field(default_factory=set)
+    """Cells that the scheduler was told of, and not of their loss."""
     _states: dict[CellId, str] = field(default_factory=dict)
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _stopping: bool = False
@@ -122,15 +125,11 @@ class Parts:
             self.bus.emit(CellStateChanged(str(cell), seen.state.value, seen.core, reason))
 
     # -- processes -------------------------------------------------------------------------------------------
-    def peer(self, name: str) -> Peer:
-        """The agents' or the proxy's process."""
-        child = self.helpers.get(name)
-        if child is None or child.gone.is_set():
-            raise InfrastructureError(f"asking the {name} process", got="none: it is gone and not yet back")
-        return child.reach()
+    def __post_init__(self) -> None:
+        self.agents = Helper(AGENTS, self._launch_agents)
+        self.proxy = Helper(PROXY, self._launch_proxy)
 
-    async def start_agents(self) -> None:
-        """Start the agents' process."""
+    async def _launch_agents(self) -> Child:
         config = self.config
         body = AgentsBody(
             config.harness.name,
@@ -145,10 +144,9 @@ class Parts:
         )
         child = await self.fleet.start(AGENTS, "gyre_rl.agents.host:make", plain(body))
         await self.fleet.ready(child, Empty)
-        self.helpers[AGENTS] = child
+        return child
 
-    async def start_proxy(self) -> None:
-        """Start the proxy's process."""
+    async def _launch_proxy(self) -> Child:
         config = self.config
         body = ProxyBody(
             store=str(self.directory.store),
@@ -161,13 +159,20 @@ class Parts:
             port=config.proxy.port,
         )
         child = await self.fleet.start(PROXY, "gyre_rl.proxy.host:make", plain(body))
-        ready: ProxyReady = await self.fleet.ready(child, ProxyReady)
-        self.proxy_url = ready.base_url
-        self.helpers[PROXY] = child
+        await self.fleet.ready(child, ProxyReady)
+        return child
 
     # -- messages of the processes ---------------------------------------------------------------------------
     async def on_message(self, cell: CellId, topic: str, body: bytes) -> Any:
-        """An event or question of a child."""
+        """An event or question of a child. An event that cannot be handled ends the run: nobody would tell it again."""
+        try:
+            return await self._heard(cell, topic, body)
+        except Exception as error:
+            if topic != "route":
+                self.fail(error)
+            raise
+
+    async def _heard(self, cell: CellId, topic: str, body: bytes) -> Any:
         match topic:
             case "route":
                 return await self._route(unpack(body, RouteAsk))
@@ -201,6 +206,8 @@ class Parts:
 
     def _load(self, cell: CellId, load: EngineLoad) -> None:
         self.loads[cell] = load
+        if cell not in self._joined:
+            return  # the scheduler does not know it yet; a cell tells its load again and again
         self.post(
             sched.LoadReported(
                 time.monotonic(),
@@ -214,7 +221,7 @@ class Parts:
 
     def execution_over(self, recorded: str) -> None:
         """Its sessions are over too, and it need not go on."""
-        Rests(self.directory.rests, self.config.harness.name).forget(recorded)
+        self.rollout.rests.forget(recorded)
         prefix = f"{recorded}/"
         for session in [name for name in self.sessions if name.startswith(prefix)]:
             del self.sessions[session]
@@ -227,12 +234,13 @@ class Parts:
             return
         info = self.cells.lost(cell)
         self.loads.pop(cell, None)
+        self._joined.discard(cell)
         if info is not None:
             self.training.forget_leases(cell)
             if info.core:
                 self.training.forget_sum()
             self.post(sched.CellLost(time.monotonic(), SchedCell(*cell), reason))
-        elif cell.name not in self.helpers:
+        elif not any(helper.lives_as(cell) for helper in (self.agents, self.proxy)):
             return  # it died while starting; whoever starts it hears of it
         self.bus.notice(f"{cell} is lost: {reason}")
         used = self.restarts[cell.name] = self.restarts.get(cell.name, 0) + 1
@@ -256,10 +264,8 @@ class Parts:
 
     async def _restart(self, name: str, core: bool) -> None:
         try:
-            if name == AGENTS:
-                await self.start_agents()
-            elif name == PROXY:
-                await self.start_proxy()
+            if name in (AGENTS, PROXY):
+                await (self.agents if name == AGENTS else self.proxy).start(self.fleet)
             else:
                 await self._restart_cell(name, core)
         except GyreError as error:
@@ -300,6 +306,7 @@ class Parts:
                 ready.version,
             )
         )
+        self._joined.add(cell)
 
     async def stop(self) -> None:
         """Cancel what runs in the background."""
@@ -362,14 +369,15 @@ async def assembled(
         parts.cells = Cells(parts.fleet, config, directory.root / "contributions")
         parts.rollout = Rollout(
             config,
-            agents=lambda: parts.peer(AGENTS),
-            proxy=lambda: parts.peer(PROXY),
+            agents=parts.agents,
+            proxy=parts.proxy,
+            rests=Rests(directory.rests, config.harness.name),
             post=parts.post,
             bus=bus,
             on_over=parts.execution_over,
         )
         _, _, cells = await asyncio.gather(
-            parts.start_proxy(), parts.start_agents(), parts.cells.start_all(source, restore)
+            parts.proxy.start(parts.fleet), parts.agents.start(parts.fleet), parts.cells.start_all(source, restore)
         )
         parts.store = Store.open(directory.store)
         stack.callback(parts.store.close)

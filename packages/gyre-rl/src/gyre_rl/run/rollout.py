@@ -1,31 +1,58 @@
 """Executions: opened at the proxy, run by the agents' process, scored, closed, and told to the scheduler.
 
 Invariant: every execution that starts ends in exactly one `ExecutionEnded`; what it earned is in the store before the
-scheduler hears of its end. Not here: when groups start, what their scores mean.
+scheduler hears of its end. One that is at rest outlives the agents' process. Not here: when groups start, what their
+scores mean.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Protocol
 
-from gyre_core import ExecutionEnd, ExecutionJob, ExecutionStatus, GyreError, ModelEndpoint, Purpose, Task
+from gyre_core import (
+    CellLostError,
+    ExecutionEnd,
+    ExecutionJob,
+    ExecutionStatus,
+    GyreError,
+    ModelEndpoint,
+    Purpose,
+    Task,
+)
 from gyre_sched import EndStatus
 from gyre_sched import events as sched
 
 from gyre_rl.agents.host import Cut, Outcome
+from gyre_rl.agents.rests import Rests
 from gyre_rl.config.schema import RunConfig
 from gyre_rl.procs.wire import Empty, Peer
 from gyre_rl.proxy.host import Closed, CloseExecution, Opened, OpenExecution
 from gyre_rl.run.bus import EventBus
-from gyre_rl.views.events import ExecutionEnded, ExecutionStarted
+from gyre_rl.views.events import ExecutionEnded, ExecutionStarted, ExecutionWentOn
 
 log = logging.getLogger("gyre.run")
 Post = Callable[[sched.Event], None]
+
+
+class Process(Protocol):
+    """The agents' or the proxy's process, through its deaths; see `gyre_rl.run.helpers.Helper`."""
+
+    @property
+    def here(self) -> Peer | None:
+        """It, if it is there at this moment."""
+
+    async def reach(self) -> Peer:
+        """It, as soon as it is there."""
+
+    async def ended(self, peer: Peer) -> bool:
+        """Whether the life that `peer` reached is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +87,9 @@ class Rollout:
     """Runs executions."""
 
     config: RunConfig
-    agents: Callable[[], Peer]
-    proxy: Callable[[], Peer]
+    agents: Process
+    proxy: Process
+    rests: Rests
     post: Post
     bus: EventBus
     on_over: Callable[[str], None]
@@ -76,7 +104,8 @@ class Rollout:
     done_before: dict[str, frozenset[str]] = field(default_factory=dict)
     """Executions of a group that an earlier life of the run finished."""
     going_on: set[str] = field(default_factory=set)
-    """Recorded names of executions that an earlier life left at rest; they go on where they stood."""
+    """Recorded names of executions that an earlier life, of the run or of the agents' process, left at rest; they go on
+    where they stood."""
     answered: dict[str, int] = field(default_factory=dict)
     """Recorded name -> model calls that its agent got an answer to, where its harness tells."""
     partial_scores: int = 0
@@ -84,6 +113,8 @@ class Rollout:
     """Paths beyond the first, over all trees."""
     _slots: asyncio.Semaphore | None = None
     _running: dict[str, str] = field(default_factory=dict)
+    _cuts: dict[str, str] = field(default_factory=dict)
+    """Recorded name -> why it is to end, for running executions: agents that come back are told again."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def start_group(self, group: str, step: int) -> None:
@@ -119,8 +150,12 @@ class Rollout:
     async def cut(self, execution: str, reason: str) -> None:
         """End a running execution; it is scored on what stands."""
         recorded = self._running.get(execution)
-        if recorded is not None:
-            await self.agents().call("/cut", Cut(recorded, reason), Empty)
+        if recorded is None:
+            return
+        self._cuts[recorded] = reason
+        if (agents := self.agents.here) is not None:
+            with contextlib.suppress(CellLostError):
+                await agents.call("/cut", Cut(recorded, reason), Empty)
 
     async def cut_all(self, reason: str) -> None:
         """End every training execution that runs."""
@@ -157,12 +192,13 @@ class Rollout:
             outcome = await self._attempt(plan, recorded, step)
             closed = await self._close(recorded, outcome)
         except GyreError as error:
-            outcome = Outcome(ExecutionEnd(ExecutionStatus.FAILED, str(error)), None, 0.0)
+            outcome = await self._give_up(recorded, str(error))
         except Exception as error:  # boundary: a failed execution is a record with a cause, not the end of the run
             log.exception("execution %s failed", recorded)
-            outcome = Outcome(ExecutionEnd(ExecutionStatus.FAILED, f"{type(error).__name__}: {error}"), None, 0.0)
+            outcome = await self._give_up(recorded, f"{type(error).__name__}: {error}")
         finally:
             self._running.pop(execution, None)
+            self._cuts.pop(recorded, None)
         self._keep(execution, recorded, outcome)
         self.branches += closed.branches
         self._tell(plan, recorded, outcome, step, closed, time.perf_counter() - began)
@@ -183,19 +219,31 @@ class Rollout:
         self.partial_scores += partial and (score or 0.0) > 0.0
 
     async def _attempt(self, plan: GroupPlan, recorded: str, step: int) -> Outcome:
-        top_p = self.config.rollout.top_p if plan.purpose is Purpose.TRAIN else 1.0
+        """Run it to its end. When the agents' process dies, it goes on from where it last rested; without a rest it
+        fails, which is ours."""
+        while True:
+            opened = await self._open(plan, recorded, step)
+            agents = await self.agents.reach()
+            try:
+                if recorded in self._cuts:
+                    await agents.call("/cut", Cut(recorded, self._cuts[recorded]), Empty)
+                return await agents.call("/run", self._job(plan, recorded, opened), Outcome, timeout_s=None)
+            except CellLostError:
+                if not await self.agents.ended(agents) or self.rests.find(recorded) is None:
+                    raise
+                self.going_on.add(recorded)
+
+    async def _open(self, plan: GroupPlan, recorded: str, step: int) -> Opened:
+        again = recorded in self.going_on
         asked = OpenExecution(
-            recorded,
-            plan.task.id,
-            plan.name,
-            step,
-            plan.purpose.value,
-            plan.temperature,
-            top_p,
-            recorded in self.going_on,
+            recorded, plan.task.id, plan.name, step, plan.purpose.value, plan.temperature, self._top_p(plan), again
         )
-        opened: Opened = await self.proxy().call("/open", asked, Opened)
-        job = ExecutionJob(
+        if again:
+            self.bus.emit(ExecutionWentOn(recorded, plan.name, plan.purpose.value))
+        return await (await self.proxy.reach()).call("/open", asked, Opened)
+
+    def _job(self, plan: GroupPlan, recorded: str, opened: Opened) -> ExecutionJob:
+        return ExecutionJob(
             recorded,
             plan.task,
             ModelEndpoint(opened.base_url, opened.api_key, self.config.name),
@@ -203,16 +251,26 @@ class Rollout:
             plan.purpose,
             seed_of(self.config.seed, recorded),
             plan.temperature,
-            top_p,
+            self._top_p(plan),
         )
-        return await self.agents().call("/run", job, Outcome, timeout_s=None)
+
+    def _top_p(self, plan: GroupPlan) -> float:
+        return self.config.rollout.top_p if plan.purpose is Purpose.TRAIN else 1.0
+
+    async def _give_up(self, recorded: str, why: str) -> Outcome:
+        """It failed by our fault: end what the proxy still does for it, if the proxy is there."""
+        outcome = Outcome(ExecutionEnd(ExecutionStatus.FAILED, why), None, 0.0)
+        if (proxy := self.proxy.here) is not None:
+            with contextlib.suppress(GyreError):  # it may never have been opened
+                await proxy.call("/close", CloseExecution(recorded, outcome.end.status.value, cause=why), Closed)
+        return outcome
 
     async def _close(self, recorded: str, outcome: Outcome) -> Closed:
         score = outcome.score
         milestones = {} if score is None else {m.name: float(m.passed) for m in score.milestones}
         value = None if score is None else score.value
         closing = CloseExecution(recorded, outcome.end.status.value, value, milestones, outcome.end.reason)
-        return await self.proxy().call("/close", closing, Closed)
+        return await (await self.proxy.reach()).call("/close", closing, Closed)
 
     def _tell(
         self, plan: GroupPlan, recorded: str, outcome: Outcome, step: int, closed: Closed, seconds: float

@@ -13,7 +13,7 @@ log stays readable. The scheduler's own events (its write-ahead log) are another
 | switch | a change of role was carried out or failed; its reason with the numbers |
 | session_moved | a session went from one cell to another, with its KV or without |
 | step_started, step_sealed, step_applied | the step admits groups; its groups are fixed; the optimizer stepped |
-| execution_started, execution_ended | one attempt at a task |
+| execution_started, execution_went_on, execution_ended | one attempt at a task |
 | group_ready | a group's baseline, advantages and denominators are fixed, its micro-batches are in the ledger |
 | lease, contribution, lease_returned | work for a training cell; its gradient is in the sum; or the work came back |
 | weights_synced | an engine samples with a version from now on |
@@ -205,6 +205,16 @@ class ExecutionStarted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ExecutionWentOn(Event):
+    """Its agents' process (or the whole run) had died; it goes on from where it last rested."""
+
+    kind: ClassVar[str] = "execution_went_on"
+    execution: str
+    group: str = ""
+    purpose: str = "train"
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutionEnded(Event):
     """An attempt ended and was scored."""
 
@@ -384,6 +394,7 @@ KINDS: Mapping[str, type[Event]] = MappingProxyType(
             StepSealed,
             StepApplied,
             ExecutionStarted,
+            ExecutionWentOn,
             ExecutionEnded,
             GroupReady,
             Leased,

@@ -68,6 +68,8 @@ class Totals:
     executions: int = 0
     """Ended, of training."""
     retries: int = 0
+    went_on: int = 0
+    """Times that an execution went on from where it rested, over both purposes."""
     partial_scores: int = 0
     branches: int = 0
     sub_agents: int = 0
@@ -266,6 +268,10 @@ def _execution_started(state: RunState, event: ev.ExecutionStarted, time: float)
     return replace(state, running=running, totals=totals)
 
 
+def _went_on(state: RunState, event: ev.ExecutionWentOn, time: float) -> RunState:
+    return replace(state, totals=replace(state.totals, went_on=state.totals.went_on + 1))
+
+
 def _execution_ended(state: RunState, event: ev.ExecutionEnded, time: float) -> RunState:
     running = {**state.running, event.purpose: max(0, state.running.get(event.purpose, 0) - 1)}
     old = state.totals
@@ -346,6 +352,7 @@ _HANDLERS: Mapping[type[Any], Callable[[RunState, Any, float], RunState]] = {
     ev.StepSealed: _step_sealed,
     ev.StepApplied: _step_applied,
     ev.ExecutionStarted: _execution_started,
+    ev.ExecutionWentOn: _went_on,
     ev.ExecutionEnded: _execution_ended,
     ev.GroupReady: _group_ready,
     ev.Leased: _leased,

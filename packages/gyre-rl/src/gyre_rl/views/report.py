@@ -108,7 +108,8 @@ def _tiles(line: Timeline) -> str:
     if totals.prefilled_again_tokens:
         kv += f", {words.count(totals.prefilled_again_tokens)} tokens prefilled again"
     tiles.append(("sessions re-routed", f"{totals.sessions_rerouted}", kv))
-    tiles.append(("executions", f"{totals.executions}", f"{totals.partial_scores} scored partially"))
+    rested = f", {totals.went_on} went on from a rest" if totals.went_on else ""
+    tiles.append(("executions", f"{totals.executions}", f"{totals.partial_scores} scored partially{rested}"))
     trees = f"{totals.sub_agents} sub-agents, {totals.compactions} compactions"
     tiles.append(("branches", f"{totals.branches}", trees))
     body = "".join(
