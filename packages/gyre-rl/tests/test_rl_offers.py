@@ -46,12 +46,28 @@ def test_the_engine_is_made_and_not_started() -> None:
     assert EngineCapability.KV_MOVE in engine.capabilities
 
 
+@dataclass(frozen=True)
+class Replaying:
+    router_replay: bool
+
+
 def test_experts_are_recorded_by_engines_that_tell_them() -> None:
-    wanted = replace(RUN, model=replace(RUN.model, routed_experts=True))
+    wanted = replace(
+        RUN, model=replace(RUN.model, routed_experts=True), trainer=replace(RUN.trainer, options=Replaying(True))
+    )
     (problem,) = expert_problems(wanted, EVERYTHING - {EngineCapability.ROUTED_EXPERTS})
     assert problem.path == "model.routed_experts"
     assert not list(expert_problems(wanted, EVERYTHING))
     assert not list(expert_problems(RUN, frozenset()))
+
+
+def test_experts_are_recorded_for_trainers_that_use_them_again() -> None:
+    wanted = replace(RUN, model=replace(RUN.model, routed_experts=True))
+    (problem,) = expert_problems(replace(wanted, trainer=PluginChoice("t", Replaying(False))), EVERYTHING)
+    assert problem.path == "model.routed_experts"
+    assert "trainer 't'" in problem.message
+    stranger = PluginChoice("t", {"unknown": 1})
+    assert not list(expert_problems(replace(wanted, trainer=stranger), EVERYTHING))
 
 
 def test_an_objective_that_cannot_be_made_is_told_before_the_run() -> None:

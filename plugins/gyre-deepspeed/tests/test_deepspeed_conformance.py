@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gyre_core import ComponentContext, WeightSource
+from gyre_core.ranks.options import PUBLISH
+from gyre_core.testing.publishing import TrainerPublishing
 from gyre_core.testing.trainers import TrainerArithmetic, TrainerConformance, TrainerRig
 from gyre_deepspeed.options import DeepSpeedTrainerOptions
+from gyre_local.options import LocalEngineOptions
+from gyre_local.serve.engine import LocalEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
@@ -41,12 +47,21 @@ class Given:
             oracle,
             told_logprobs,
             trials=3,
-        )
+            kinds={
+                kind: partial(pooled, dataclasses.replace(options, publish=kind), context) for kind in PUBLISH
+            },
+            engine=lambda: LocalEngine(LocalEngineOptions(kv_tokens=1024), context),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("way", ["zero1x1", "zero3x2"], scope="class")
 class TestDeepSpeed(Given, TrainerConformance):
     """Everything."""
+
+
+@pytest.mark.parametrize("way", ["zero3x2"], scope="class")
+class TestPublishing(Given, TrainerPublishing):
+    """Every rank its shards, in every way."""
 
 
 @pytest.mark.parametrize("way", ["zero1x2", "zero2x1", "zero2x2", "zero3x1"], scope="class")

@@ -39,7 +39,7 @@ def test_a_cell_has_one_rank_for_each_accelerator(tmp_path: Path) -> None:
     cell = ComponentContext(str(tmp_path), "c", device="cuda:0", accelerators=8)
     plan = plan_of(options, cell)
     assert (plan.world, plan.env["DS_ACCELERATOR"]) == (8, "cuda")
-    assert {path.name for path in plan.packages} == {"gyre_core", "gyre_loss", "gyre_deepspeed"}
+    assert {path.name for path in plan.packages} == {"gyre_core", "gyre_loss", "gyre_weights", "gyre_deepspeed"}
     json.dumps(plan.body)
     with pytest.raises(ConfigError, match="16 ranks"):
         plan_of(DeepSpeedTrainerOptions(python=sys.executable, ranks=16), cell)

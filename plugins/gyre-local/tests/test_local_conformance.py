@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gyre_core import ComponentContext, MicroBatch, WeightSource
 from gyre_core.testing.engines import EngineConformance, EngineRig
+from gyre_core.testing.publishing import TrainerPublishing
 from gyre_core.testing.trainers import TrainerConformance, TrainerRig
 from gyre_local.options import LocalEngineOptions, LocalTrainerOptions
 from gyre_local.serve.engine import LocalEngine
@@ -53,4 +56,25 @@ class TestLocalTrainer(TrainerConformance):
             told_logprobs,
             dtype=request.param,
             sum_tolerance=1e-10 if exact else 1e-5,
+        )
+
+
+class TestLocalPublishing(TrainerPublishing):
+    @pytest.fixture
+    def rig(
+        self, folder_of: Callable[..., Path], context: ComponentContext, batches: Any, gradient: Any, told_logprobs: Any
+    ) -> TrainerRig:
+        options = LocalTrainerOptions(learning_rate=1e-4)
+
+        def by(kind: str) -> LocalTrainer:
+            return LocalTrainer(dataclasses.replace(options, publish=kind), context)
+
+        return TrainerRig(
+            lambda: LocalTrainer(options, context),
+            WeightSource(0, str(folder_of("qwen3"))),
+            batches(count=4),
+            gradient,
+            told_logprobs,
+            kinds={kind: partial(by, kind) for kind in ("disk", "shm", "delta")},
+            engine=lambda: LocalEngine(LocalEngineOptions(kv_tokens=1024), context),
         )

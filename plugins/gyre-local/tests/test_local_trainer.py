@@ -20,6 +20,7 @@ from gyre_core import (
     ConfigError,
     InfrastructureError,
     MicroBatch,
+    TrainerCapability,
     WeightSource,
 )
 from gyre_core.testing.support import load_module
@@ -267,6 +268,10 @@ async def test_the_guilty_execution_is_named_and_not_its_batch_mates(
 async def test_a_mixture_of_experts_is_refused(trainers: Any) -> None:
     with pytest.raises(ConfigError, match=r"experts.*deepspeed or megatron"):
         await trainers(kind="qwen3-moe")
+    plain = await trainers()
+    assert TrainerCapability.ROUTER_REPLAY not in plain.capabilities
+    assert not plain.facts.router_replay
+    assert not plain.options.router_replay
 
 
 async def test_a_step_without_a_gradient_is_skipped_and_counted(trainers: Any) -> None:

@@ -121,20 +121,24 @@ class Version(Mapping[str, HostTensor]):
             self.open_base().verify_all()
 
     def verify_stored(self, name: str, entry: StoredEntry) -> None:
-        """Compare one stored entry with its digest, read piece by piece into a buffer that stays in the cache."""
+        """Compare one stored entry with its digest."""
         if not entry.digest:
             return
-        mapped, digest, buffer = self._mapped(entry), Digest(), np.empty(min(CHUNK, entry.nbytes), np.uint8)
-        for start in range(0, entry.nbytes, CHUNK):
-            piece = buffer[: entry.nbytes - start]
-            mapped.read_into(piece, entry.offset + start)
-            digest.add(piece)
-        found = digest.hex()
+        found = self.digest_stored(entry)
         if found != entry.digest:
             raise CorruptError(
                 self._doing, got=f"{name} with digest {found} in {entry.file}", expected=entry.digest,
                 fix="Publish the version again.",
             )  # fmt: skip
+
+    def digest_stored(self, entry: StoredEntry) -> str:
+        """The digest of a stored entry's bytes, read piece by piece into a buffer that stays in the cache."""
+        mapped, digest, buffer = self._mapped(entry), Digest(), np.empty(min(CHUNK, entry.nbytes), np.uint8)
+        for start in range(0, entry.nbytes, CHUNK):
+            piece = buffer[: entry.nbytes - start]
+            mapped.read_into(piece, entry.offset + start)
+            digest.add(piece)
+        return digest.hex()
 
     def verify_tensor(self, name: str, found: str) -> None:
         """CorruptError when `found` is not the digest that `name` must have in this version."""

@@ -35,3 +35,8 @@ class DeepSpeedTrainerOptions(RankTrainerOptions):
             )
         if self.offload_parameters and self.stage != 3:
             raise ValueError("options of DeepSpeedTrainerOptions: offload_parameters needs stage 3")
+
+    @property
+    def router_replay(self) -> bool:
+        """gyre-loss's forward uses recorded experts again, but not when a layer is computed twice."""
+        return not self.recompute

@@ -36,6 +36,7 @@ from gyre_loss.pieces import inputs
 from gyre_loss.pieces import loss as loss_of
 from gyre_loss.shares import alone, shares
 from gyre_loss.terms import Targets, WeightedLoss, recorded_experts
+from gyre_weights.rank_share import RankShare
 from torch import Tensor, nn
 
 from gyre_deepspeed.model import TreeModule, make_model
@@ -50,7 +51,7 @@ class DeepSpeedReplica(RankReplica):
     """One rank of a ZeRO engine."""
 
     def __init__(self, seat: RankSeat, options: DeepSpeedTrainerOptions) -> None:
-        super().__init__()
+        super().__init__(RankShare(seat.rank, seat.world))
         self._seat, self._options = seat, options
         self._device = torch.device(local_device(seat.body["device"], seat.rank))
         torch.set_num_threads(seat.body["threads"])
@@ -172,8 +173,8 @@ class DeepSpeedReplica(RankReplica):
         return [(part.name, part.shape) for p, parts in self._stored if p.requires_grad for part in parts]
 
     def facts(self) -> ModelFacts:
-        """Of the transformers model; gyre-loss's forward uses recorded experts again, but not with recomputing."""
-        return facts_of(self._live[1].model, router_replay=not self._options.recompute)
+        """Of the transformers model."""
+        return facts_of(self._live[1].model, router_replay=self._options.router_replay)
 
     def view(self, file: TensorFile, entry: Entry) -> Tensor:
         """torch's view of the file."""

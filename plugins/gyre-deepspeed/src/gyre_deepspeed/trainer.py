@@ -10,9 +10,11 @@ from pathlib import Path
 
 import gyre_core
 import gyre_loss
+import gyre_weights
 from gyre_core import ComponentContext
 from gyre_core.ranks import RankPlan, RankTrainer, package_folders
 from gyre_core.ranks.places import interpreter, world_of
+from gyre_weights.ranks import RankVersions
 
 import gyre_deepspeed
 from gyre_deepspeed.options import DeepSpeedTrainerOptions
@@ -35,7 +37,7 @@ def plan_of(options: DeepSpeedTrainerOptions, context: ComponentContext) -> Rank
             "options": asdict(options), "device": context.device, "threads": context.threads, "seed": context.seed,
         },
         log_folder=Path(context.run_dir) / "ranks",
-        packages=package_folders(gyre_core, gyre_loss, gyre_deepspeed),
+        packages=package_folders(gyre_core, gyre_loss, gyre_weights, gyre_deepspeed),
         env=env,
     )  # fmt: skip
 
@@ -45,4 +47,5 @@ class DeepSpeedTrainer(RankTrainer):
 
     def __init__(self, options: DeepSpeedTrainerOptions | None, context: ComponentContext) -> None:
         options = options or DeepSpeedTrainerOptions()
-        super().__init__(options, plan_of(options, context), context.device)
+        versions = RankVersions(options.publish, full_every=options.full_every)
+        super().__init__(options, plan_of(options, context), context.device, versions)

@@ -112,3 +112,8 @@ class LocalTrainerOptions:
             raise ValueError(
                 "options of LocalTrainerOptions: weight_decay, max_grad_norm and warmup_steps must not be negative"
             )
+
+    @property
+    def router_replay(self) -> bool:
+        """Whether recorded experts would be used again: never, since mixtures of experts are refused."""
+        return False

@@ -36,6 +36,7 @@ from gyre_loss.pieces import ModelInputs, TreeAttention, inputs
 from gyre_loss.pieces import loss as loss_of
 from gyre_loss.shares import alone, shares
 from gyre_loss.terms import Targets
+from gyre_weights.rank_share import RankShare
 from torch import Tensor, nn
 
 from gyre_megatron.families import Shape, check_split, shape_of
@@ -73,7 +74,7 @@ class MegatronReplica(RankReplica):
     """One rank."""
 
     def __init__(self, seat: RankSeat, options: Any) -> None:
-        super().__init__()
+        super().__init__(RankShare(seat.rank, seat.world))
         self._seat, self._options = seat, options
         self._device = torch.device(local_device(seat.body["device"], seat.rank))
         torch.set_num_threads(seat.body["threads"])

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import gyre_core
 import gyre_loss
+import gyre_weights
 from gyre_core import ComponentContext, ConfigError
 from gyre_core.ranks import RankPlan, RankTrainer, package_folders
 from gyre_core.ranks.places import interpreter, world_of
+from gyre_weights.ranks import RankVersions
 
 import gyre_megatron
 from gyre_megatron.options import MegatronTrainerOptions
@@ -53,7 +55,7 @@ def plan_of(options: MegatronTrainerOptions, context: ComponentContext) -> RankP
             "options": asdict(options), "device": context.device, "threads": context.threads, "seed": context.seed,
         },
         log_folder=Path(context.run_dir) / "ranks",
-        packages=package_folders(gyre_core, gyre_loss, gyre_megatron),
+        packages=package_folders(gyre_core, gyre_loss, gyre_weights, gyre_megatron),
         env=env,
     )  # fmt: skip
 
@@ -63,4 +65,5 @@ class MegatronTrainer(RankTrainer):
 
     def __init__(self, options: MegatronTrainerOptions | None, context: ComponentContext) -> None:
         options = options or MegatronTrainerOptions()
-        super().__init__(options, plan_of(options, context), context.device)
+        versions = RankVersions(options.publish, full_every=options.full_every)
+        super().__init__(options, plan_of(options, context), context.device, versions)

@@ -6,28 +6,21 @@ Not here: folders, atomicity and checksums (`files`), what is in a file (`tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from gyre_core.engine import WeightSource
 from gyre_core.errors import InfrastructureError
 from gyre_core.ranks.tensorfile import Entry, TensorFile, create, shards, write_index
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def check_weights(shapes: Shapes, source: WeightSource, found: Sequence[Path]) -> None:
-    """InfrastructureError unless these files hold every weight of a model with these shapes."""
-    there: dict[str, tuple[int, ...]] = {}
-    for path in found:
-        there |= TensorFile(path).shapes()
+def check_weights(shapes: Shapes, there: Shapes, doing: str) -> None:
+    """InfrastructureError unless every weight of a model with these shapes is there."""
     for name, shape in shapes.items():
         if there.get(name) != shape:
             got = f"{name} of shape {list(there[name])}" if name in there else f"no tensor {name}"
-            raise InfrastructureError(
-                f"loading policy version {source.version} from {source.location}", got=got,
-                expected=f"{name} of shape {list(shape)}",
-            )  # fmt: skip
+            raise InfrastructureError(doing, got=got, expected=f"{name} of shape {list(shape)}")
 
 
 def check_states(shapes: Shapes, kinds: Iterable[str], doing: str, path: Path) -> None:

@@ -70,16 +70,17 @@ def new_file(target: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def copy_model_files(source: Path, target: Path, dtype: str) -> None:
-    """config.json with its dtype, and the tokenizer's files."""
+def model_files(source: Path, dtype: str) -> dict[str, bytes]:
+    """What a model's folder has beside its weights: config.json with its dtype, and the tokenizer's files."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     text = json.dumps(config | {"dtype": dtype}, indent=1, sort_keys=True)
-    (target / "config.json").write_text(text + "\n", encoding="utf-8")
+    found = {"config.json": f"{text}\n".encode()}
     for pattern in _COPIED:
         for path in source.glob(pattern):
-            if path.is_file() and not (target / path.name).exists():
-                shutil.copyfile(path, target / path.name)
+            if path.is_file():
+                found.setdefault(path.name, path.read_bytes())
+    return found
 
 
 def drop_old_versions(folder: Path, keep: int, spare: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
+PUBLISH = ("disk", "shm", "delta")
 OFFLOADS = ("auto", "keep", "rebuild")
 
 
@@ -60,7 +61,12 @@ class RankTrainerOptions:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 means no clipping."""
     keep_versions: int = 3
-    """Published versions kept on disk."""
+    """Published versions kept."""
+    publish: str = "disk"
+    """How a version travels: disk (whole, forced to disk), shm (whole, in this machine's memory), delta (on disk, what
+    changed since the version before)."""
+    full_every: int = 16
+    """With publish = "delta": at least every so many versions is a whole one."""
     shard_bytes: int = 4 << 30
     """Published weights are split into files of at most this size."""
     offload: str = "auto"
@@ -73,9 +79,15 @@ class RankTrainerOptions:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "ranks", "warmup_steps", "weight_decay", "max_grad_norm", "beta1", "beta2")
-        at_least(self, 1, "keep_versions", "shard_bytes")
+        at_least(self, 1, "keep_versions", "shard_bytes", "full_every")
+        one_of(self, "publish", PUBLISH)
         at_least(self, 1e-12, "temperature", "learning_rate", "eps", "timeout_s", "start_timeout_s")
         one_of(self, "dtype", DTYPES)
         one_of(self, "offload", OFFLOADS)
         if max(self.beta1, self.beta2) >= 1:
             raise ValueError(f"options of {type(self).__name__}: betas {self.beta1}, {self.beta2}; expected below 1")
+
+    @property
+    def router_replay(self) -> bool:
+        """Whether experts that an engine recorded are used again with these options, known before anything starts."""
+        return False

@@ -21,6 +21,7 @@ from gyre_core.facts import ModelFacts
 from gyre_core.ranks import pieces as shards
 from gyre_core.ranks.pieces import Piece, Tensors
 from gyre_core.ranks.tensorfile import Entry, TensorFile
+from gyre_core.ranks.versions import Holder, as_ours
 from gyre_core.ranks.worker import Answer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -44,7 +45,8 @@ class Computed:
 class RankReplica(ABC):
     """One rank's share of a training replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, holder: Holder | None = None) -> None:
+        self._holder = holder
         self._folder = Path()
         self._core = False
         self._built = False
@@ -57,6 +59,8 @@ class RankReplica(ABC):
             "apply": self._apply, "drop": self._drop, "publish": self._publish, "save": self._save,
             "restore": self._restore, "offload": self._offload, "onload": self._onload, "judge": self._judge,
         }  # fmt: skip
+        for name, command in holder.commands().items() if holder is not None else ():
+            self._table[name] = lambda args, payload, command=command: (command(args), b"")  # type: ignore[misc]
 
     # What the adapter gives
 
@@ -141,7 +145,12 @@ class RankReplica(ABC):
             raise ValueError(f"a command of the trainer: got {op!r}, expected one of {', '.join(self._table)}")
         if self._away is not None and op not in ("onload", "discard", "build"):
             raise InfrastructureError(f"{op} in a rank", got="a replica that is offloaded", expected="onload first")
-        return self._table[op](args, payload)
+        if self._holder is None:
+            return self._table[op](args, payload)
+        try:
+            return self._table[op](args, payload)
+        except self._holder.refusals as error:
+            raise as_ours(error, f"{op} in a rank") from error
 
     def _files(self, names: Sequence[str], *, writable: bool = False) -> Tensors:
         return Tensors([Path(name) for name in names], self.view, writable=writable)
@@ -161,7 +170,9 @@ class RankReplica(ABC):
         return {"parameters": told, "facts": asdict(self.facts())}, b""
 
     def _load(self, args: Mapping[str, Any], payload: bytes) -> Answer:
-        shards.read(self.weights(), self._files(args["files"]))
+        opened = args.get("folder")
+        there = self._files(args["files"]) if opened is None or self._holder is None else self._holder.open(opened)
+        shards.read(self.weights(), there)
         self.weights_loaded()
         self.clear()
         return _NOTHING, b""

@@ -13,12 +13,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gyre_core.engine import WeightSource
-from gyre_core.errors import CapabilityError, InfrastructureError
+from gyre_core.errors import CapabilityError, ConfigError, InfrastructureError
 from gyre_core.facts import ModelFacts
 from gyre_core.ranks import files
 from gyre_core.ranks.atrest import check_states, check_weights, make_state_file, make_weight_files
@@ -26,7 +26,8 @@ from gyre_core.ranks.group import RankGroup, RankPlan, Reply
 from gyre_core.ranks.ledger import OpenContribution, StepSum, Suspect, merge_metrics, read_suspects
 from gyre_core.ranks.options import RankTrainerOptions
 from gyre_core.ranks.replica import MASTER, MOMENTS
-from gyre_core.ranks.tensorfile import Entry, create, files_of
+from gyre_core.ranks.tensorfile import Entry, TensorFile, create, files_of
+from gyre_core.ranks.versions import Order, PlainVersions, Versions, give, take
 from gyre_core.trainer import BatchStats, Contribution, MicroBatch, StepResult, TrainerCapability
 
 log = logging.getLogger("gyre.ranks")
@@ -37,15 +38,25 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 class RankTrainer:
     """`gyre_core.Trainer` whose model lives in rank processes.
 
-    `timings` has the seconds of the last call of each kind; `facts` what the ranks told of their model at start.
+    `timings` has the seconds of the last call of each kind, `published_bytes` what the last `publish` wrote; `facts`
+    what the ranks told of their model at start.
     """
 
-    def __init__(self, options: RankTrainerOptions, plan: RankPlan, device: str) -> None:
+    def __init__(
+        self, options: RankTrainerOptions, plan: RankPlan, device: str, versions: Versions | None = None
+    ) -> None:
+        if versions is None and options.publish != "disk":
+            raise ConfigError(
+                f"making the trainer {plan.name}", got=f"publish = {options.publish!r}", expected="disk",
+                fix="This trainer brings no gyre-weights.",
+            )  # fmt: skip
         self.options = options
         self.plan = plan
         self.timings: dict[str, float] = {}
+        self.published_bytes = 0
         self.facts: ModelFacts | None = None
         self._rebuild = options.offload == "rebuild" or (options.offload == "auto" and device != "cpu")
+        self._versions: Versions = versions or PlainVersions()
         self._group: RankGroup | None = None
         self._source: WeightSource | None = None
         self._version = -1
@@ -105,6 +116,7 @@ class RankTrainer:
         self._closed = True
         if self._group is not None:
             await self._group.close()
+        await asyncio.to_thread(self._versions.close)
 
     async def _ranks(self) -> None:
         """Have living ranks."""
@@ -121,13 +133,11 @@ class RankTrainer:
 
     async def _build(self, source: WeightSource) -> None:
         """Model and weights in ranks that have none."""
-        found = files_of(Path(source.location))
         args = {"folder": source.location, "core": self._core}
         told = await self._ask("build", args, timeout=self.options.start_timeout_s)
         self._shapes = {name: tuple(shape) for name, shape in told[0].values["parameters"]}
         self.facts = ModelFacts(**told[0].values["facts"])
-        check_weights(self._shapes, source, found)
-        await self._ask("load", {"files": list(map(str, found))})
+        await take(self._versions, self._shapes, source, self._values)
 
     async def _usable(self, doing: str) -> None:
         """Living ranks with a model, or the error that says why there are none."""
@@ -165,6 +175,9 @@ class RankTrainer:
         assert self._group is not None
         return await self._group.call(op, args, payload, timeout=timeout or self.options.timeout_s)
 
+    async def _values(self, op: str, args: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return [reply.values for reply in await self._ask(op, dict(args))]
+
     def _as_core(self, doing: str) -> StepSum:
         if self._sum is None:
             raise CapabilityError(doing, got="a satellite (or a trainer not started)", expected="the core")
@@ -182,9 +195,7 @@ class RankTrainer:
 
         async def work() -> None:
             await self._usable(f"loading policy version {source.version}")
-            found = files_of(Path(source.location))
-            check_weights(self._shapes, source, found)
-            await self._ask("load", {"files": list(map(str, found))})
+            await take(self._versions, self._shapes, source, self._values)
             self._source, self._version, self._open = source, source.version, OpenContribution()
 
         await self._run("load_weights", work)
@@ -324,18 +335,18 @@ class RankTrainer:
         return norm, None
 
     async def publish(self, folder: str) -> WeightSource:
-        """Core: write `folder`/v<version>, every rank its shards, and drop the oldest beyond `keep_versions`."""
+        """Core: make `folder`/v<version>, every rank its shards, in the way the option `publish` says, and drop the
+        oldest beyond `keep_versions` (not those that a kept delta rests on)."""
         self._as_core("publishing")
 
         async def work() -> WeightSource:
             await self._usable("publishing")
-            target = Path(folder) / f"v{self._version}"
             source = Path(self._origin())
-            with files.new_folder(target) as partial:
-                await self._ask("publish", {"files": self._weight_files(partial)})
-                files.copy_model_files(source, partial, self.options.dtype)
-            files.drop_old_versions(Path(folder), self.options.keep_versions, source)
-            return WeightSource(self._version, str(target))
+            extras = files.model_files(source, self.options.dtype)
+            order = Order(self._version, Path(folder), self._weight_files, extras, self.options.keep_versions, source)
+            placed = await give(self._versions, order, self._values)
+            self.published_bytes = placed.bytes
+            return WeightSource(self._version, placed.location, placed.kind)
 
         return await self._run("publish", work)
 
@@ -361,7 +372,8 @@ class RankTrainer:
             await self._usable("saving a checkpoint")
             with files.new_folder(Path(folder)) as partial:
                 await self._save_into(partial)
-                files.copy_model_files(Path(self._origin()), partial, self.options.dtype)
+                for name, content in files.model_files(Path(self._origin()), self.options.dtype).items():
+                    (partial / name).write_bytes(content)
                 state = {"version": self._version, "steps": self._steps, "dtype": self.options.dtype, "format": 1}
                 await asyncio.to_thread(files.seal, partial, state)
 
@@ -386,7 +398,8 @@ class RankTrainer:
             if state["dtype"] != self.options.dtype:
                 raise InfrastructureError(doing, got=f"dtype {state['dtype']}", expected=self.options.dtype)
             weights = [path for path in files_of(place) if path.name != files.OPTIMIZER]
-            check_weights(self._shapes, WeightSource(state["version"], folder), weights)
+            there = {name: shape for path in weights for name, shape in TensorFile(path).shapes().items()}
+            check_weights(self._shapes, there, doing)
             check_states(self._shapes, self._kinds(), doing, place / files.OPTIMIZER)
             if self._group is None or not self._group.alive:
                 await self._ranks()

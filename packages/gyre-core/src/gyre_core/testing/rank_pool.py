@@ -8,6 +8,7 @@ processes lie idle. Not here: ranks that died; they are never taken back.
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,6 +94,11 @@ class RankPool:
         self._scratch.cleanup()
 
 
+def _key(options: Any) -> str:
+    """Options that ranks cannot tell apart have one; how versions travel is the cell's affair."""
+    return repr(dataclasses.replace(options, publish="disk", full_every=1))
+
+
 def _pooled(trainer: type[Any], pool: RankPool) -> type[Any]:
     class Pooled(trainer):  # type: ignore[misc]
         _group: RankGroup | None
@@ -100,7 +106,7 @@ def _pooled(trainer: type[Any], pool: RankPool) -> type[Any]:
 
         async def _ranks(self) -> None:
             if self._group is None:
-                found = pool.take(repr(self.options), self._source, self._core)
+                found = pool.take(_key(self.options), self._source, self._core)
                 if found is not None:
                     self._group, self._built = found.group, found.built
                 else:
@@ -139,7 +145,7 @@ def _pooled(trainer: type[Any], pool: RankPool) -> type[Any]:
 
         async def close(self) -> None:
             if self._group is not None and self._group.alive:
-                await pool.give(Idle(repr(self.options), self._group, self._built))
+                await pool.give(Idle(_key(self.options), self._group, self._built))
                 self._group = None
             await super().close()
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gyre_core.engine import WeightSource
+from gyre_core.engine import Engine, WeightSource
 from gyre_core.trainer import Contribution, MicroBatch, Trainer
 
 Gradient = Callable[[Any, Sequence[MicroBatch]], Mapping[str, Any]]
@@ -48,6 +48,11 @@ class TrainerRig:
     sum_tolerance: float = 1e-5
     """Allowed relative difference between two ways of splitting the same work (float64: 1e-10)."""
 
+    kinds: Mapping[str, Callable[[], Trainer]] = field(default_factory=dict)
+    """For `publishing`: as `make`, trainers that publish in a way (disk, shm, delta)."""
+    engine: Callable[[], Engine] | None = None
+    """For `publishing`: a new engine, not started, that takes what is published."""
+
     @asynccontextmanager
     async def started(self, *, core: bool = True, source: WeightSource | None = None) -> AsyncIterator[Trainer]:
         """A trainer with the rig's weights, closed afterwards."""
@@ -71,6 +76,12 @@ async def contribute(trainer: Trainer, batches: Sequence[MicroBatch], name: str,
     for batch in batches:
         await trainer.accumulate(batch)
     return await trainer.export_contribution(name, batches[0].step, str(folder))
+
+
+async def step_once(core: Trainer, batches: Sequence[MicroBatch], name: str, folder: Path) -> None:
+    """A step from one contribution."""
+    await core.add_contribution(await contribute(core, batches, name, folder))
+    assert (await core.step(1.0)).skipped is None
 
 
 def at_rest(contribution: Contribution) -> dict[str, Any]:

@@ -61,8 +61,16 @@ def engine_problems(config: RunConfig, offered: Iterable[EngineCapability]) -> I
 
 
 def expert_problems(config: RunConfig, offered: Iterable[EngineCapability]) -> Iterator[Problem]:
-    """Experts are to be recorded by an engine that tells none."""
-    if config.model.routed_experts and EngineCapability.ROUTED_EXPERTS not in set(offered):
+    """Experts are to be recorded by an engine that tells none, or for a trainer that would choose anew."""
+    if not config.model.routed_experts:
+        return
+    if not getattr(config.trainer.options, "router_replay", True):
+        yield Problem(
+            "model.routed_experts",
+            f"got true with the trainer {config.trainer.name!r}, which as it is configured does not use recorded "
+            "experts again; expected one that does (deepspeed without recompute), or false",
+        )
+    if EngineCapability.ROUTED_EXPERTS not in set(offered):
         yield Problem(
             "model.routed_experts",
             f"got true with the engine {config.engine.name!r}, which as it is configured tells no experts; expected "

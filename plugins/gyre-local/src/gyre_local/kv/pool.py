@@ -11,8 +11,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from gyre_core import MemoryRegion
+from gyre_core import DigestBlocks, MemoryRegion
 
+from gyre_local.kv.digests import BlockDigests
 from gyre_local.model.architecture import Architecture
 
 
@@ -30,11 +31,17 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._named: Callable[[int], bool] = lambda block: False
         self._evict: Callable[[int], bool] = lambda block: True
+        self.digests: BlockDigests | None = None
+        """Of full blocks, when somebody wants them."""
 
     def bind(self, named: Callable[[int], bool], evict: Callable[[int], bool]) -> None:
         """Tell the pool its tree: `named(block)` says whether the tree names it; `evict(block)` makes the tree forget
         it, False when blocks that hang below it are still named."""
         self._named, self._evict = named, evict
+
+    def keep_digests(self, make: DigestBlocks) -> None:
+        """Know the digests of blocks that fill from now on."""
+        self.digests = BlockDigests(make, self.regions(), self.blocks)
 
     @property
     def available(self) -> int:
@@ -63,6 +70,8 @@ class BlockPool:
         taken = [self._free.pop() for _ in range(count)]
         for block in taken:
             self._refs[block] = 1
+        if self.digests is not None:
+            self.digests.drop(taken)
         return taken
 
     def _evict_one(self) -> None:
@@ -112,8 +121,10 @@ class BlockPool:
             :, :, source * size : source * size + tokens
         ]
 
-    def clear(self, blocks: Iterable[int]) -> None:
+    def clear(self, blocks: Sequence[int]) -> None:
         """Zero the content: what a failed call left must not meet another call's masked positions."""
+        if self.digests is not None:
+            self.digests.drop(blocks)
         for block in blocks:
             self.data[:, :, block * self.block_tokens : (block + 1) * self.block_tokens] = 0
 

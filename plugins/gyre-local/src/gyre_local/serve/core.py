@@ -162,6 +162,13 @@ class EngineCore:
                 return False
         return True
 
+    def note_filled(self, call: Call, before: int) -> None:
+        """The call's KV has grown from `before` tokens: digest the blocks that are full now, if anybody wants that."""
+        size, digests = self.pool.block_tokens, self.pool.digests
+        new = call.computed // size - before // size
+        if digests is not None and new and call.kv_version == self.version:
+            digests.fill(call.blocks[: call.computed // size], new)
+
     # Weights and cache
 
     def swap_weights(self, weights: Weights, version: int) -> None:
@@ -177,6 +184,8 @@ class EngineCore:
         self.tree.forget_all(version)
         self.slots.forget_residents()
         self.sessions.forget_tokens()
+        if self.pool.digests is not None:
+            self.pool.digests.drop_all()
 
     def flush_cache(self) -> None:
         """Forget every cached prefix; what running calls use stays with them."""

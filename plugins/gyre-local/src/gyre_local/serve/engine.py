@@ -20,6 +20,7 @@ from gyre_core import (
     CapabilityError,
     ComponentContext,
     ConfigError,
+    DigestBlocks,
     EngineCapability,
     EngineLoad,
     FinishReason,
@@ -66,6 +67,7 @@ class LocalEngine:
         self._worker: Worker | None = None
         self._regions: Sequence[MemoryRegion] = ()
         self._meter = Meter()
+        self._digest: DigestBlocks | None = None
         self._version = -1
         self._held = NOTHING
         self._limit = 0
@@ -104,6 +106,8 @@ class LocalEngine:
             weights = await asyncio.to_thread(self._load, source, version)
             core = await asyncio.to_thread(EngineCore, weights, source.version, self.options)
             core.meter = self._meter
+            if self._digest is not None:
+                core.pool.keep_digests(self._digest)
             self._limit, self._regions = core.max_tokens, core.pool.regions()
             self._worker = Worker(core, self._context.threads, self._context.name)
             self._version, self._held = source.version, Held(source.version, version.digest)
@@ -306,6 +310,12 @@ class LocalEngine:
         """The pools; the addresses hold until sleep or close."""
         self._ready("reading the KV regions")
         return self._regions
+
+    async def kv_keep_digests(self, digest: DigestBlocks) -> None:
+        """See `KVDigester`. Of a pool in device memory none are kept."""
+        if self._device.type == "cpu":
+            self._digest = digest
+            await self._ready("keeping digests").do(lambda core: core.pool.keep_digests(digest))
 
     async def kv_pin(self, session: str) -> PinnedKV | None:
         """See `KVHolder`. None also for a session whose KV is mixed (an update came while it ran)."""

@@ -51,6 +51,7 @@ def step(core: EngineCore) -> bool:
     chunk_tokens = sum(stop - call.computed for call, stop in plan.chunks)
     core.meter.prefilled += chunk_tokens + sum(call.computed < call.prompt for call in plan.decode)
     core.meter.record(len(plan.decode), chunk_tokens, time.perf_counter() - started)
+    before = [(call, call.computed) for call in plan.calls]
     for call in plan.decode:
         call.computed += 1
     for call, stop in plan.chunks:
@@ -60,6 +61,9 @@ def step(core: EngineCore) -> bool:
             core.tree.insert(call.tokens[:whole], call.blocks, partial=False)
     for call in broken:
         core.fail(call, not_finite(call, core.version))
+    for call, computed in before:
+        if call not in broken:
+            core.note_filled(call, computed)
     _take(core, [entry for entry in sampled if entry[0] not in broken])
     return True
 

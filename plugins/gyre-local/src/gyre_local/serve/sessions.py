@@ -111,7 +111,9 @@ class Sessions:
         generation = self._next_generation
         self._next_generation += 1
         self._pins[generation] = _Pin(session, tuple(blocks))
-        return PinnedKV(session, self._tree.version, tokens, np.array(blocks, np.int32), generation)
+        full = blocks[: len(tokens) // self._pool.block_tokens]
+        kept = None if self._pool.digests is None else self._pool.digests.of(full)
+        return PinnedKV(session, self._tree.version, tokens, np.array(blocks, np.int32), generation, kept)
 
     def freeze(self, session: str) -> PinnedKV | None:
         """Pin a session whose calls have ended and hold its new calls."""

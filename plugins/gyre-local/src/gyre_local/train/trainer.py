@@ -45,12 +45,14 @@ _CPU = torch.device("cpu")
 class LocalTrainer:
     """Embedded trainer for one cell, core or satellite; CPU or one GPU.
 
-    `timings` has the seconds of the last start, load_weights, export, step, publish, save, restore, offload, onload.
+    `timings` has the seconds of the last start, load_weights, export, step, publish, save, restore, offload, onload;
+    `published_bytes` what the last publish wrote.
     """
 
     def __init__(self, options: LocalTrainerOptions | None, context: ComponentContext) -> None:
         self.options = options or LocalTrainerOptions()
         self.timings: dict[str, float] = {}
+        self.published_bytes = 0
         self._device = torch.device(context.device)
         self._replica = Replica(self.options, self._device)
         self._optimizer: Optimizer | None = None
@@ -70,7 +72,7 @@ class LocalTrainer:
     @property
     def capabilities(self) -> frozenset[TrainerCapability]:
         """What it offers."""
-        return frozenset({TrainerCapability.OFFLOAD, TrainerCapability.ROUTER_REPLAY})
+        return frozenset({TrainerCapability.OFFLOAD})
 
     @property
     def version(self) -> int:
@@ -79,7 +81,7 @@ class LocalTrainer:
 
     @property
     def facts(self) -> ModelFacts | None:
-        """Of the transformers model; gyre-loss's forward uses recorded experts again."""
+        """Of the transformers model."""
         return self._facts
 
     async def _run(self, what: str, work: Callable[[], T]) -> T:
@@ -105,7 +107,7 @@ class LocalTrainer:
 
         def work() -> None:
             self._replica.start(source)
-            self._facts = facts_of(self._replica.model, router_replay=True)
+            self._facts = facts_of(self._replica.model, router_replay=self.options.router_replay)
             if core:
                 self._optimizer = Optimizer(self.options, self._replica.parameters)
                 self._files = model_files(Path(source.location), self.options.dtype)
@@ -209,6 +211,7 @@ class LocalTrainer:
                 )
             spare = [self._replica.source_folder]
             made = self._publisher.publish(self.version, lambda: self._replica.parameters, self._files, spare)
+            self.published_bytes = made.bytes
             return WeightSource(self.version, made.location, made.kind)
 
         return await self._run("publish", work)
