@@ -92,17 +92,17 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
         yield Stage(cells, runner, seen)
 
 
-async def sessions_on_every_cell(runner: SchedulerRunner) -> None:
-    """One session a sampling cell, with 600 tokens, in a pause."""
+async def sessions_on_every_cell(runner: SchedulerRunner, sizes: tuple[int, ...] = (TOKENS,) * 3) -> None:
+    """One session a sampling cell, with so many tokens, in a pause."""
     admitted = asyncio.ensure_future(runner.admit("g", 3))
     await asyncio.wait_for(admitted, 10)
     for i in range(3):
         await runner.post(e.ExecutionStarted(0, f"g.{i}", "g"))
         await runner.post(e.SessionStarted(0, f"g.{i}.s", f"g.{i}"))
     for i in range(3):
-        await asyncio.wait_for(runner.route(f"g.{i}.s", TOKENS - 1), 10)
+        await asyncio.wait_for(runner.route(f"g.{i}.s", sizes[i] - 1), 10)
     for i in range(3):
-        await runner.call_ended(f"g.{i}.s", TOKENS)
+        await runner.call_ended(f"g.{i}.s", sizes[i])
 
 
 def took(seconds: float) -> Pulled:
@@ -118,6 +118,19 @@ async def test_a_measured_move_decides_about_the_next_one(tmp_path: Path, second
         assert first.bytes == 60_000_000
         moves = await run.drain(2, took(seconds))
         assert [move.carried for move in moves] == ([True, True] if again else [])
+
+
+@pytest.mark.parametrize(("seconds", "again"), [(PREFILL_S / 60, True), (PREFILL_S / 2, False)])
+async def test_a_measured_move_decides_about_a_small_session(tmp_path: Path, seconds: float, again: bool) -> None:
+    """Half of what prefilling it takes is what the first one's move took. A tenth of the tokens is prefilled then: one
+    move does not tell a set-up from a slow link, and links are believed to be fast."""
+    small = TOKENS // 10
+    async with stage(tmp_path) as run:
+        await sessions_on_every_cell(run.runner, (TOKENS, small, small))
+        (first,) = await run.drain(1, took(seconds))
+        assert (first.carried, first.tokens) == (True, TOKENS)
+        moves = await run.drain(2, took(seconds))
+        assert any(move.session == "g.1.s" for move in moves) == again
 
 
 async def test_a_measured_prefill_decides_too(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .config import CostPriors
 from .ids import Role
+from .transfers import MoveFit
 
 __all__ = ["CostTable", "Costs"]
 
@@ -24,6 +25,7 @@ class CostTable:
     to_train_s: float
     to_rollout_s: float
     sync_s: float
+    kv_setup_s: float
     kv_bytes_per_s: float
     kv_bytes_per_token: float
     prefill_tps: float
@@ -35,16 +37,20 @@ class CostTable:
 
 
 class Costs:
-    """Running means. The first measurement replaces the prior, later ones move it by a quarter of the difference."""
+    """Running means. The first measurement replaces the prior, later ones move it by a quarter of the difference.
+    Set-up and rate of KV moves are fitted together (`MoveFit`).
+    """
 
-    __slots__ = ("_prior", "_value", "counts")
+    __slots__ = ("_moves", "_prior", "_value", "counts")
 
     def __init__(self, priors: CostPriors) -> None:
         self._prior = priors
+        self._moves = MoveFit(priors.kv_setup_s, priors.kv_bytes_per_s)
         self._value: dict[str, float] = {
             "to_train_s": priors.to_train_s,
             "to_rollout_s": priors.to_rollout_s,
             "sync_s": priors.sync_s,
+            "kv_setup_s": priors.kv_setup_s,
             "kv_bytes_per_s": priors.kv_bytes_per_s,
             "kv_bytes_per_token": priors.kv_bytes_per_token,
             "prefill_tps": priors.prefill_tps,
@@ -71,9 +77,11 @@ class Costs:
 
     def moved(self, size: int, tokens: int, seconds: float) -> None:
         """A KV move of ``size`` bytes for ``tokens`` took ``seconds``."""
-        net = seconds - self._prior.kv_setup_s
-        if size > 0 and net > 0:
-            self._learn("kv_bytes_per_s", size / net)
+        if size > 0 and seconds > 0:
+            self._moves.moved(size, seconds)
+            for name, value in (("kv_setup_s", self._moves.setup_s), ("kv_bytes_per_s", self._moves.rate)):
+                self._value[name] = value
+                self.counts[name] += 1
         if size > 0 and tokens > 0:
             self._learn("kv_bytes_per_token", size / tokens)
 
@@ -96,8 +104,7 @@ class Costs:
 
     def move_seconds(self, tokens: int) -> float:
         """``bytes/bandwidth + set-up`` for a context of ``tokens``."""
-        size = tokens * self._value["kv_bytes_per_token"]
-        return size / self._value["kv_bytes_per_s"] + self._prior.kv_setup_s
+        return self._moves.seconds(tokens * self._value["kv_bytes_per_token"])
 
     def prefill_seconds(self, tokens: int) -> float:
         """Seconds to prefill a context of ``tokens``, quadratic part included."""
