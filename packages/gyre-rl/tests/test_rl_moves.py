@@ -52,7 +52,14 @@ class Plugin:
 
 @pytest.fixture(autouse=True)
 def pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cell_moves, "EngineKV", lambda engine: engine.pool)
+    async def kept() -> None:
+        """Pools keep digests by themselves."""
+
+    def pool(engine: Engine, digest: str = "") -> HostPool:
+        engine.pool.keep_digests = kept  # type: ignore[attr-defined]
+        return engine.pool
+
+    monkeypatch.setattr(cell_moves, "EngineKV", pool)
 
 
 async def moved(settings: KVSettings, extra: tuple[Transport, ...] = ()) -> str:

@@ -51,7 +51,17 @@ from gyre_core.execution import (
 from gyre_core.facts import ModelFacts
 from gyre_core.hookspecs import HookSpecs, hookimpl, hookspec
 from gyre_core.ids import CellId, parse_cell_id
-from gyre_core.kv import ExportedKV, ImportedKV, KVHandover, KVHolder, KVShape, MemoryRegion, PinnedKV
+from gyre_core.kv import (
+    DigestBlocks,
+    ExportedKV,
+    ImportedKV,
+    KVDigester,
+    KVHandover,
+    KVHolder,
+    KVShape,
+    MemoryRegion,
+    PinnedKV,
+)
 from gyre_core.plugins import BrokenPlugin, Component, PluginManager, load_symbol
 from gyre_core.registration import ComponentContext, Kind, Registration
 from gyre_core.roles import TRANSITIONS, CellState, Role, TransitionError, check_transition, role_of
@@ -79,6 +89,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "Contribution",
+    "DigestBlocks",
     "Engine",
     "EngineCapability",
     "EngineLoad",
@@ -98,6 +109,7 @@ __all__ = [
     "HookSpecs",
     "ImportedKV",
     "InfrastructureError",
+    "KVDigester",
     "KVHandover",
     "KVHolder",
     "KVShape",

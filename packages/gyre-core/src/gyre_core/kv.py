@@ -8,9 +8,9 @@ engine's; the shapes here equal those of gyre-kvxfer, which does not import core
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from gyre_core.arrays import Array
 
@@ -62,6 +62,23 @@ class PinnedKV:
     """int32 [ceil(n / block_tokens)], in token order; the last block may be partly filled."""
     generation: int
     """Names this pin; given back to `kv_release`."""
+    digests: Array | None = None
+    """uint64 [k]: of the first k blocks, all full, as `KVDigester.kv_keep_digests` was told to make them."""
+
+
+DigestBlocks: TypeAlias = Callable[[Sequence[MemoryRegion], Array], Array]
+"""Digests, uint64 [n], of the blocks of these numbers, int32 [n], all full, in an engine's `kv_regions`."""
+
+
+@runtime_checkable
+class KVDigester(Protocol):
+    """Engines with `KV_MOVE` may have this; others need not.
+
+    Invariant: a digest given with a pin is that of the bytes the block has, summed by whoever filled it.
+    """
+
+    async def kv_keep_digests(self, digest: DigestBlocks) -> None:
+        """From now on make a digest of each block when it fills, and give those known with each pin."""
 
 
 class KVHolder(Protocol):
@@ -120,7 +137,7 @@ class ImportedKV:
     tokens: int
     computed: int
     nbytes: int
-    """KV bytes that came; 0 when the engine cannot tell."""
+    """KV bytes that came; 0 when the engine cannot tell, or they come with the session's next call."""
 
 
 @runtime_checkable
@@ -133,9 +150,10 @@ class KVHandover(Protocol):
     as it was; KV is never taken for tokens that it is not of.
     """
 
-    async def kv_export(self, session: str) -> ExportedKV | None:
+    async def kv_export(self, session: str, *, stop: bool = False) -> ExportedKV | None:
         """Hold the session's present KV for another engine; None when there is none under the present version. Running
-        calls go on."""
+        calls go on; with `stop` they end with ABORT at a token border, and what is held is of all their tokens. An
+        engine that cannot hold what it has just stopped stops them and returns None."""
 
     async def kv_import(self, exported: ExportedKV) -> ImportedKV:
-        """Fetch what another engine's `kv_export` holds into the prefix cache."""
+        """Fetch what another engine's `kv_export` holds into the prefix cache, or let the session's next call do so."""

@@ -26,9 +26,9 @@ class Moves:
     async def serve(self, engine: Engine) -> str:
         """Offer the engine's KV; returns where."""
         offered = None if self._settings.transport == "auto" else (self._settings.transport,)
-        self._server = MigrationServer(
-            EngineKV(engine), key=self._spec.token.encode(), transports=offered, extra=self._extra
-        )
+        source = EngineKV(engine, self._settings.digest)
+        await source.keep_digests()
+        self._server = MigrationServer(source, key=self._spec.token.encode(), transports=offered, extra=self._extra)
         await self._server.start()
         return self._server.endpoint
 
