@@ -52,19 +52,22 @@ class Handing:
         self.log.append(("abort", request_id))
         return True
 
-    async def kv_export(self, session: str) -> ExportedKV | None:
-        self.log.append(("export", session))
+    async def kv_export(self, session: str, *, stop: bool = False) -> ExportedKV | None:
+        self.log.append(("stop" if stop else "export", session))
         if session not in self.sessions:
             return None
-        if self.fault == "export":
+        if self.fault in ("export", "stop") and stop == (self.fault == "stop"):
             raise InfrastructureError("exporting", got="a fault")
         self.sessions[session] += 20 if self.running else 0
+        self.running = self.running and not stop
+        if stop and self.fault == "holds nothing":
+            return None
         return ExportedKV(session, self.version, TOKENS[: self.sessions[session]], b"here", self.running)
 
     async def kv_import(self, exported: ExportedKV) -> ImportedKV:
         n = len(exported.token_ids)  # type: ignore[arg-type]
         self.log.append(("import", exported.session, exported.version, exported.token_ids.tolist(), exported.ticket))  # type: ignore[attr-defined]
-        if self.fault == "import":
+        if self.fault == "import" or (self.fault == "rest" and n == 90):
             raise InfrastructureError("importing", got="a fault")
         come = 0 if self.fault == "nothing" else n // 16 * 16
         new = come - self.sessions.get(exported.session, 0)
@@ -116,15 +119,36 @@ async def test_a_session_in_a_pause_comes_in_one_go() -> None:
     assert target.log == [("import", "s", 3, list(range(70)), b"here")]
 
 
-async def test_a_running_session_comes_twice_as_it_is_and_is_cut_then() -> None:
+async def test_a_running_session_comes_twice_as_it_is_and_its_rest_when_it_ends() -> None:
     source, target = Handing(sessions={"s": 30}, running=True), Handing()
-    async with cell(source) as (here, endpoint), cell(target, name="cell-2") as (there, _):
-        here._calls |= {"call-1": "s", "call-2": "another"}
+    async with cell(source) as (_, endpoint), cell(target, name="cell-2") as (there, _):
         pulled = await there.pull(PullSession("s", endpoint))
-    assert source.log == [("export", "s"), ("export", "s"), ("abort", "call-1")]
-    assert [len(entry[3]) for entry in target.log] == [50, 70]
-    assert (pulled.tokens, pulled.bytes) == (64, 640)
+    assert source.log == [("export", "s"), ("export", "s"), ("stop", "s")]
+    assert [len(entry[3]) for entry in target.log] == [50, 70, 90]
+    assert (pulled.carried, pulled.tokens, pulled.bytes) == (True, 80, 800)
     assert 0 < pulled.pause_seconds < pulled.seconds
+    assert not source.running
+
+
+@pytest.mark.parametrize(("source_fault", "target_fault"), [("holds nothing", ""), ("", "rest")])
+async def test_what_came_before_the_end_counts_when_the_rest_does_not_come(
+    source_fault: str, target_fault: str
+) -> None:
+    """The call has ended and most of its KV is there: the few tokens since are computed with the next ones."""
+    source = Handing(sessions={"s": 30}, running=True, fault=source_fault)
+    target = Handing(fault=target_fault)
+    async with cell(source) as (_, endpoint), cell(target, name="cell-2") as (there, _):
+        pulled = await there.pull(PullSession("s", endpoint))
+    assert (pulled.carried, pulled.tokens, pulled.bytes) == (True, 64, 640)
+    assert not source.running
+
+
+async def test_a_call_that_does_not_end_leaves_its_session() -> None:
+    source, target = Handing(sessions={"s": 30}, running=True, fault="stop"), Handing()
+    async with cell(source) as (_, endpoint), cell(target, name="cell-2") as (there, _):
+        pulled = await there.pull(PullSession("s", endpoint))
+    assert not pulled.carried
+    assert "a fault" in pulled.why
 
 
 @pytest.mark.parametrize(("where", "said"), [("export", "a fault"), ("import", "a fault"), ("nothing", "none of 70")])

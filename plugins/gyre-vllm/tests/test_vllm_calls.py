@@ -99,6 +99,9 @@ async def test_the_counters_are_the_servers_own(served: Any, ask: Any) -> None:
     assert load.kv_tokens_total == 8000
     assert load.slots_total == 4
     assert load.slots_running == load.waiting == load.kv_tokens_used == 0
+    assert load.prefill_tokens_per_s is None, "so few tokens tell no speed"
+    await ask(engine, list(range(96, 0, -1)), 1, name="c")
+    assert (await engine.load()).prefill_tokens_per_s == pytest.approx(1000)
 
 
 async def test_an_abort_brings_out_what_was_sampled(served: Any, ask: Any, fake: ModuleType) -> None:

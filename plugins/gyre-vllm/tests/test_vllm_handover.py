@@ -28,11 +28,12 @@ from gyre_vllm.handover import Contexts
 from gyre_vllm.options import VLLMOptions
 
 
-async def two(served: Any, sources: list[WeightSource]) -> tuple[Any, VLLMEngine, Any, VLLMEngine]:
+async def two(served: Any, sources: list[WeightSource], *can: str) -> tuple[Any, VLLMEngine, Any, VLLMEngine]:
+    """Two fakes with a connector, and what else they can."""
     made = []
     for _ in range(2):
         server, engine = await served(start=False)
-        server.faults.add("connector")
+        server.faults |= {"connector", *can}
         await engine.start(sources[0])
         made += [server, engine]
     return made[0], made[1], made[2], made[3]
@@ -79,6 +80,97 @@ async def test_a_running_call_goes_on_while_its_beginning_is_held(
     assert whole.token_ids.tolist() == [*range(20), *result.ids]
     assert whole.token_ids.tolist()[: len(begun.token_ids)] == begun.token_ids.tolist()
     assert 20 < len(begun.token_ids) <= len(whole.token_ids) < 120
+
+
+async def stopped(a: VLLMEngine, ask: Any, **more: Any) -> tuple[Any, Any]:
+    """A call that samples, ended for a move: what it was given, and what is held."""
+    chunks: list[Any] = []
+    running = asyncio.create_task(ask(a, list(range(20)), 100, into=chunks, **more))
+    while len(chunks) < 3:
+        await asyncio.sleep(0.002)
+    held = await a.kv_export("s-a", stop=True)
+    return await asyncio.wait_for(running, 10), held
+
+
+async def test_a_call_that_is_stopped_goes_on_elsewhere_with_one_token_computed(
+    served: Any, sources: list[WeightSource], ask: Any, fake: Any
+) -> None:
+    first, a, second, b = await two(served, sources, "takes")
+    cut, held = await stopped(a, ask)
+    assert cut.finish is FinishReason.ABORT
+    context = [*range(20), *cut.ids]
+    assert (held.token_ids.tolist(), held.version, held.running) == (context, 0, False)
+    assert [body["kv_transfer_params"] for body in first.bodies if "prompt" in body] == [
+        {"gyre_take": f"generate-tokens-{a._name}-0"}
+    ]
+    came = await b.kv_import(held)
+    assert (came.tokens, came.computed, came.nbytes) == (len(context), 1, 0)
+    assert second.bodies == [], "the session's next call fetches"
+    result = await ask(b, context, 4)
+    assert result.cached == len(context) - 1
+    assert result.ids[0] == fake.token_after(context, 10)
+    assert second.bodies[-1]["kv_transfer_params"]["remote_num_tokens"] == len(context) - 1
+    await ask(b, context, 4)
+    assert "kv_transfer_params" not in second.bodies[-1], "it is fetched once"
+
+
+async def test_only_the_call_that_it_is_for_fetches_what_was_held(
+    served: Any, sources: list[WeightSource], ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, a, second, b = await two(served, sources, "takes")
+    cut, held = await stopped(a, ask)
+    context = [*range(20), *cut.ids]
+
+    async def fetches(*changes: Any) -> bool:
+        await b.kv_import(held)
+        for change in changes:
+            await change
+        await ask(b, given, 2)
+        return "kv_transfer_params" in second.bodies[-1]
+
+    given = context
+    assert await fetches()
+    assert not await fetches(b.flush_cache()), "another prefix cache"
+    given = [*context[:-1], 96]
+    assert not await fetches(), "other tokens"
+    given = context
+    await b.kv_import(held)
+    monkeypatch.setattr("gyre_vllm.handover.LEASE_S", -1.0)
+    await ask(b, context, 2)
+    assert "kv_transfer_params" not in second.bodies[-1], "too old"
+    monkeypatch.undo()
+    await b.kv_import(held)
+    await b.update_weights(sources[1])
+    await ask(b, context, 2)
+    assert "kv_transfer_params" not in second.bodies[-1], "other weights"
+    with pytest.raises(InfrastructureError, match="version"):
+        await b.kv_import(held)
+
+
+@pytest.mark.parametrize("fault", ["none", "no-params", "stock"])
+async def test_a_call_ends_also_where_nothing_can_be_held(
+    fault: str, served: Any, sources: list[WeightSource], ask: Any
+) -> None:
+    server, a, _, _ = await two(served, sources, *(["takes"] if fault != "stock" else []))
+    server.faults.add(fault)
+    cut, held = await stopped(a, ask)
+    assert cut.finish is FinishReason.ABORT
+    assert 3 <= len(cut.ids) < 100
+    assert (held is None) == (fault != "none")
+
+
+async def test_of_several_calls_all_end_and_the_longest_is_held(
+    served: Any, sources: list[WeightSource], ask: Any
+) -> None:
+    _, a, _, _ = await two(served, sources, "takes")
+    short = asyncio.create_task(call(a, [1, 2], 100, name="short", session="s-a"))
+    waits = asyncio.create_task(ask(a, list(range(30)), 150, name="other"))
+    cut, held = await stopped(a, ask)
+    assert held.token_ids.tolist() == [*range(20), *cut.ids]
+    assert (await asyncio.wait_for(short, 10)).finish is FinishReason.ABORT
+    assert not waits.done()
+    await a.abort("other")
+    await asyncio.wait_for(waits, 10)
 
 
 async def test_a_call_that_never_came_to_the_server_leaves_its_sessions_context(
@@ -195,6 +287,7 @@ async def conform(rig: EngineRig, urls: list[str], folder: Path) -> None:
     )  # fmt: skip
     checks = HandoverChecks()
     await checks.test_a_running_session_is_handed_over_and_computes_little_again(rig)
+    await checks.test_a_running_session_is_stopped_and_goes_on_with_what_was_held(rig)
     await checks.test_there_is_nothing_to_hold_of_a_stranger_or_of_older_weights(rig)
     await checks.test_what_does_not_fit_is_refused_and_changes_nothing(rig)
 

@@ -25,7 +25,7 @@ from gyre_core import (
 from gyre_core.environments import read_spec
 from gyre_vllm.engine import VLLMEngine
 from gyre_vllm.launch import ENVIRONMENT, Place, degrees, interpreter, launch_plan, memory_share, seed_of
-from gyre_vllm.metrics import read_metrics
+from gyre_vllm.metrics import PrefillSpeed, ServerLoad, read_metrics
 from gyre_vllm.options import VLLMOptions
 from gyre_vllm.process import KEEPER
 from gyre_vllm.server import warn_of_version
@@ -140,6 +140,27 @@ vllm:cache_config_info{{block_size="16",engine="{i}",num_gpu_blocks="10",kv_offl
     load = read_metrics(text)
     assert (load.running, load.received, load.sampled, load.kv_tokens, load.block_tokens) == (3, 6, 2000, 320, 16)
     assert load.usage == pytest.approx(0.15)
+
+
+def told(calls: int, tokens: int, seconds: float) -> ServerLoad:
+    """What a server says that has prefilled so much since its start."""
+    return read_metrics(
+        f"""vllm:request_prefill_time_seconds_sum{{engine="0"}} {seconds}
+vllm:request_prefill_time_seconds_count{{engine="0"}} {calls}.0
+vllm:request_prefill_time_seconds_bucket{{engine="0",le="0.3"}} 77.0
+vllm:request_prefill_kv_computed_tokens_sum{{engine="0"}} {tokens}.0
+vllm:request_prefill_kv_computed_tokens_count{{engine="0"}} {calls}.0"""
+    )
+
+
+def test_the_prefill_speed_is_that_of_calls_that_computed_enough_since_the_last_reading() -> None:
+    speed = PrefillSpeed()
+    assert speed.of(told(0, 0, 0.0)) is None
+    assert speed.of(told(2, 2000, 0.5)) == pytest.approx(4000)
+    assert speed.of(told(2, 2000, 0.5)) == pytest.approx(4000)
+    assert speed.of(told(12, 2010, 0.9)) == pytest.approx(4000), "ten calls of one token each tell nothing"
+    assert speed.of(told(13, 3010, 1.4)) == pytest.approx(2000)
+    assert speed.of(told(1, 100, 0.2)) == pytest.approx(500), "another server, which counts from 0"
 
 
 def test_the_plugin_is_found_and_light() -> None:

@@ -61,6 +61,8 @@ class Call:
     logprobs: list[float] = field(default_factory=list)
     cached: int | None = None
     reason: str | None = None
+    fetched: int = 0
+    """Tokens of its context whose KV comes from another server."""
 
 
 class FakeVLLM:
@@ -73,7 +75,7 @@ class FakeVLLM:
         self.waiting: list[Call] = []
         self.running: list[Call] = []
         self.cache: set[tuple[str, tuple[int, ...]]] = set()
-        self.totals = {"local_compute": 0, "local_cache_hit": 0, "generation": 0}
+        self.totals = {"local_compute": 0, "local_cache_hit": 0, "generation": 0, "prefills": 0}
         self.log: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.experts = False
@@ -126,11 +128,12 @@ class FakeVLLM:
         return (tuple(ids[:end]) for end in range(BLOCK, len(ids) + 1, BLOCK))
 
     def _admit(self, call: Call) -> None:
-        call.cached = 0
+        call.cached = call.fetched
         for block in self._blocks(call.context[:-1]):
             if (call.salt, block) not in self.cache:
                 break
-            call.cached = len(block)
+            call.cached = max(call.cached, len(block))
+        self.totals["prefills"] += 1
         self.totals["local_cache_hit"] += call.cached
         self.totals["local_compute"] += len(call.context) - call.cached
         self.running.append(call)
@@ -165,13 +168,13 @@ class FakeVLLM:
         body = await request.json()
         self.bodies.append(body)
         how = body["sampling_params"]
-        assert "kv_transfer_params" not in body
         if how["max_tokens"] + len(body["token_ids"]) > CONTEXT:
             return web.json_response({"error": {"message": "too long"}}, status=400)
         name = f"generate-tokens-{request.headers['x-request-id']}"
         call = Call(
             name, list(body["token_ids"]), len(body["token_ids"]), how["max_tokens"], how["stop_token_ids"],
             body["cache_salt"], how.get("stream_interval", 1),
+            fetched=min(body.get("kv_transfer_params", {}).get("remote_num_tokens", 0), len(body["token_ids"]) - 1),
         )  # fmt: skip
         self.waiting.append(call)
         answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -188,12 +191,25 @@ class FakeVLLM:
         body = await request.json()
         self.bodies.append(body)
         prompt, params = body["prompt"], body["kv_transfer_params"]
+        if "gyre_take" in params:
+            return await self._take(params["gyre_take"])
         found = params["remote_num_tokens"] if params.get("do_remote_prefill") else 0
         self.cache |= {(body["cache_salt"], block) for block in self._blocks(prompt)}
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": found}}
         offered = {"do_remote_prefill": True, "remote_num_tokens": len(prompt) // BLOCK * BLOCK}
         given = None if "no-params" in self.faults else offered
         return web.json_response({"choices": [{"token_ids": [1]}], "usage": usage, "kv_transfer_params": given})
+
+    async def _take(self, name: str) -> web.Response:
+        """The call ends at its next token; where its KV is, all but the last token's."""
+        given = None
+        call = next((call for call in self.running if call.id == name and call.sampled), None)
+        if call is not None and "no-params" not in self.faults:
+            call.limit = min(call.limit, len(call.sampled) + 1)
+            while call.reason is None:
+                await asyncio.sleep(self.tick_s)
+            given = {"do_remote_prefill": True, "remote_num_tokens": len(call.context) - 1}
+        return web.json_response({"choices": [{"token_ids": [1]}], "kv_transfer_params": given})
 
     async def _stream(self, call: Call, answer: web.StreamResponse) -> None:
         sent = 0
@@ -287,6 +303,7 @@ class FakeVLLM:
         return {
             "device": "cpu", "vocab": VOCAB + 1 if "other-model" in self.faults else VOCAB, "max_context": CONTEXT,
             "max_running": self.slots, "counts": True, "connector": "connector" in self.faults,
+            "takes": "takes" in self.faults,
             "kv_tokens": 4 * CONTEXT, "kv_bytes": 4 * CONTEXT * 8,
         }  # fmt: skip
 
@@ -351,6 +368,9 @@ vllm:kv_cache_usage_perc{{engine="0",model_name="gyre"}} {used / 1000}
 vllm:prompt_tokens_by_source_total{{engine="0",source="local_compute"}} {self.totals["local_compute"]}.0
 vllm:prompt_tokens_by_source_total{{engine="0",source="local_cache_hit"}} {self.totals["local_cache_hit"]}.0
 vllm:generation_tokens_total{{engine="0",model_name="gyre"}} {self.totals["generation"]}.0
+vllm:request_prefill_time_seconds_sum{{engine="0"}} {self.totals["local_compute"] / 1000}
+vllm:request_prefill_time_seconds_count{{engine="0"}} {self.totals["prefills"]}.0
+vllm:request_prefill_kv_computed_tokens_sum{{engine="0"}} {self.totals["local_compute"]}.0
 vllm:cache_config_info{{block_size="{BLOCK}",engine="0",num_gpu_blocks="1000"}} 1.0
 """
         )

@@ -174,6 +174,14 @@ def export_request(model: str, tokens: Tokens, version: int) -> Json:
     }
 
 
+def take_request(model: str, request_id: str, version: int) -> Json:
+    """Body for the `/v1/completions` of a source with gyre-vllm's connector: end the running call of this id at its
+    next token and keep its KV, all but the last token's. The answer is read with `exported`.
+    """
+    body: Json = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0, "cache_salt": salt(version)}
+    return body | {"kv_transfer_params": {"gyre_take": request_id}}
+
+
 def exported(answer: Json, session: str, tokens: Tokens, version: int, now: float, lease_s: float = 30.0) -> Export:
     """The export in the source's answer. Raises `MoveRefused` if there is none or it is for more than was asked."""
     params = answer.get("kv_transfer_params")
@@ -184,14 +192,27 @@ def exported(answer: Json, session: str, tokens: Tokens, version: int, now: floa
             explain(f"exporting {session}", params, f"params for up to {len(tokens)} tokens", "Is NixlConnector on?"),
         )
     digest = TokenDigest("vllm", version).update(np.asarray(tokens)[: int(offered)]).hex()
+    params = {name: value for name, value in params.items() if name != _SOURCES_COUNT}
     return Export(session, version, int(offered), digest, params, now, lease_s)
+
+
+_SOURCES_COUNT = "remote_prefill_cached_tokens"
+"""With it a destination tells the source's count of cached tokens for its own, and not how many came."""
 
 
 def import_request(export: Export, model: str, tokens: Tokens, version: int, now: float, **sampling: Any) -> Json:
     """Body for the destination's `/v1/completions`: go on from `tokens` with the exported KV.
 
-    `tokens` may be longer than what was exported (the rest is computed). Raises `VerificationFailed` if the exported
-    tokens are not a prefix of these or the version is another, `MoveRefused` if the export is too old.
+    `tokens` may be longer than what was exported (the rest is computed). Refuses as `check_export`.
+    """
+    check_export(export, tokens, version, now)
+    body = {"model": model, "prompt": [int(t) for t in tokens], "cache_salt": salt(version), **sampling}
+    return body | {"kv_transfer_params": export.params}
+
+
+def check_export(export: Export, tokens: Tokens, version: int, now: float) -> None:
+    """Refuse what may not be used for a context that begins with `tokens`: `VerificationFailed` if the exported tokens
+    are not a prefix of these or the version is another, `MoveRefused` if the export is too old.
     """
     doing = f"importing {export.session}"
     if version != export.version:
@@ -205,8 +226,6 @@ def import_request(export: Export, model: str, tokens: Tokens, version: int, now
     head = np.asarray(tokens)[: export.n_tokens]
     if len(head) < export.n_tokens or TokenDigest("vllm", version).update(head).hex() != export.token_digest:
         raise VerificationFailed(explain(doing, "other tokens", "those that were exported", "Prefill the session."))
-    body = {"model": model, "prompt": [int(t) for t in tokens], "cache_salt": salt(version), **sampling}
-    return body | {"kv_transfer_params": export.params}
 
 
 async def hand_over(

@@ -50,6 +50,9 @@ class RunningCall:
         """Something happened that a call waiting at the gate must see."""
         self.answer: aiohttp.ClientResponse | None = None
         self.transfer: dict[str, Any] | None = None
+        """What its next segment is to fetch of its context's KV from another server."""
+        self.taken = False
+        """The server was asked to end it by its length, so that its KV can be held."""
         self.cached: int | None = None
         self.computed = 0
         self.over = False
@@ -140,6 +143,7 @@ async def run_segment(
         model, [*call.prompt, *call.sampled], call.request.sampling, call.limit - len(call.sampled), salt,
         every=every, transfer=call.transfer, routed_from=call.routed_from,
     )  # fmt: skip
+    call.transfer = None
     try:
         async with client.stream(body, call.server_id, call.doing) as answer:
             call.answer = answer
@@ -175,7 +179,8 @@ def _end(call: RunningCall, segment: Segment) -> GenerateChunk:
         raise InfrastructureError(
             call.doing, got=f"a stop after token {call.sampled[-1:]}", expected="a stop token as the last token"
         )
-    if call.cut is Cut.ABORT and finish is None:
+    cut_short = call.taken and finish is FinishReason.LENGTH and len(call.sampled) < call.limit
+    if cut_short or (call.cut is Cut.ABORT and finish is None):
         finish = FinishReason.ABORT
     if call.cut is Cut.RESTART and finish in (None, FinishReason.ABORT):
         return last

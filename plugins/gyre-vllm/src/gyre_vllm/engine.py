@@ -37,7 +37,8 @@ from gyre_core import (
 
 from gyre_vllm.calls import Cut, RunningCall, run_segment
 from gyre_vllm.changes import Changes
-from gyre_vllm.handover import Contexts, connected, export_session, import_session
+from gyre_vllm.handover import Arrivals, Contexts, connected, export_session, import_session, take_session
+from gyre_vllm.metrics import PrefillSpeed
 from gyre_vllm.options import VLLMOptions
 from gyre_vllm.server import Server
 from gyre_vllm.state import EngineState, Phase
@@ -56,7 +57,8 @@ class VLLMEngine:
         self._changes = Changes(self.options, context, self._state)
         self._names, self._name = itertools.count(), secrets.token_hex(4)
         self._computed = self._cached = 0
-        self._contexts = Contexts()
+        self._contexts, self._arrivals = Contexts(), Arrivals()
+        self._prefill_speed = PrefillSpeed()
 
     @property
     def timings(self) -> dict[str, float]:
@@ -148,6 +150,7 @@ class VLLMEngine:
         server = state.ready(call.doing)
         call.cut, call.first = Cut.NONE, len(call.sampled)
         call.server_id, call.salt = f"{self._name}-{next(self._names)}", state.salt
+        call.transfer = self._arrivals.take(call.request.session, state.salt, call.prompt)
         call.labels.change(call.first, state.version)
         call.at_rest.clear()
         state.note_progress()
@@ -217,6 +220,7 @@ class VLLMEngine:
             kv_tokens_total=told.kv_tokens,
             kv_tokens_used=round(told.usage * told.kv_tokens),
             version=state.version,
+            prefill_tokens_per_s=self._prefill_speed.of(told),
             prefilled_tokens=self._computed,
             cached_tokens=self._cached,
             sampled_tokens=state.sampled,
@@ -224,11 +228,13 @@ class VLLMEngine:
 
     # KV of sessions: the server's HTTP interface gives no block to read or to write, but two servers may hand it over
 
-    async def kv_export(self, session: str) -> ExportedKV | None:
+    async def kv_export(self, session: str, *, stop: bool = False) -> ExportedKV | None:
         """Hold the KV of the session's newest context for another vLLM; see `gyre_vllm.handover`."""
         state = self._state
         connected(state, f"exporting the KV of {session!r}")
         running = [call for call in state.calls if call.request.session == session and not call.over]
+        if stop and running:
+            return await take_session(state, session, running)
         for call in running:
             self._note_call(call)
         context = self._contexts.of(session, state.salt)
@@ -238,7 +244,7 @@ class VLLMEngine:
 
     async def kv_import(self, exported: ExportedKV) -> ImportedKV:
         """Fetch what another vLLM's `kv_export` holds."""
-        imported = await import_session(self._state, exported)
+        imported = await import_session(self._state, self._arrivals, exported)
         if room := self._room():
             self._contexts.note(exported.session, self._state.salt, exported.token_ids, room)
         return imported

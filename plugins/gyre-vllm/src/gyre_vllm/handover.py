@@ -2,16 +2,22 @@
 
 vLLM checks nothing: it takes blocks for a prompt they do not belong to, and poisons its prefix cache with them. So what
 is exported bears the digest of its tokens, the policy version and its age, and is imported only for a context that
-begins with these tokens under the same version. Both servers need `transfers`. Importing computes one token and throws
-it away; what came is then in the destination's prefix cache under its present salt, where the session's next call finds
-it. Invariant: an import that is refused leaves the destination as it was.
+begins with these tokens under the same version. Both servers need `transfers`.
+
+Importing computes one token and throws it away; what came is then in the destination's prefix cache under its present
+salt, where the session's next call finds it, but for the last, partly filled block. Of a call that was stopped for the
+move (`take_session`) nothing is fetched here: the session's next call fetches what is missing, the partly filled block
+with it, and computes one token. Invariant: an import that is refused leaves the destination as it was.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
@@ -19,14 +25,20 @@ import numpy as np
 import numpy.typing as npt
 from gyre_core import Array, CapabilityError, ExportedKV, ImportedKV, InfrastructureError
 from gyre_kvxfer.errors import MoveRefused, VerificationFailed
-from gyre_kvxfer.vllm import Export, export_request, exported, import_request
+from gyre_kvxfer.vllm import Export, check_export, export_request, exported, import_request, take_request
 
+from gyre_vllm.calls import RunningCall
 from gyre_vllm.server import Server
 from gyre_vllm.state import EngineState
+from gyre_vllm.wire import ID_PREFIX
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 
 COMPLETIONS = "/v1/completions"
+LEASE_S = 20.0
+"""How old an export may be when it is used; vLLM holds the blocks for 30 s."""
+LAST_TOKENS_S = 10.0
+"""How long the last tokens of a stopped call may take to come."""
 
 
 class Contexts:
@@ -56,6 +68,35 @@ class Contexts:
         self._tokens -= len(held[1]) if held is not None else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What an `ExportedKV` of this engine bears. `stopped`: of a call that was ended for the move."""
+
+    export: Export
+    stopped: bool = False
+
+
+class Arrivals:
+    """What the next calls of sessions are to fetch. Each is for one call, which must begin with its tokens."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[str, Tokens, Export]] = {}
+
+    def add(self, salt: str, tokens: Tokens, export: Export) -> None:
+        """For the session's next call under this salt."""
+        now = time.time()
+        self._held = {name: held for name, held in self._held.items() if held[2].taken_at + LEASE_S > now}
+        self._held[export.session] = (salt, tokens, export)
+
+    def take(self, session: str, salt: str, prompt: Sequence[int]) -> dict[str, Any] | None:
+        """vLLM's parameters for this call; None when nothing waits for it or what waits does not fit."""
+        held = self._held.pop(session, None)
+        if held is None or held[0] != salt or time.time() > held[2].taken_at + LEASE_S:
+            return None
+        tokens = held[1]
+        return held[2].params if np.array_equal(tokens, prompt[: len(tokens)]) else None
+
+
 async def export_session(state: EngineState, session: str, token_ids: Tokens, *, running: bool) -> ExportedKV:
     """Let the source keep the KV of this context for another server to fetch; InfrastructureError if it gives none."""
     doing = f"exporting the KV of {session!r}"
@@ -63,25 +104,62 @@ async def export_session(state: EngineState, session: str, token_ids: Tokens, *,
     body = export_request(server.facts.model, token_ids, state.version) | {"cache_salt": state.salt}
     answer = await _complete(server, body)
     try:
-        export = exported(answer, session, token_ids, state.version, time.time())
+        export = exported(answer, session, token_ids, state.version, time.time(), LEASE_S)
     except MoveRefused as error:
         raise InfrastructureError(doing, got=str(error), expected="an export") from error
-    return ExportedKV(session, state.version, token_ids, msgspec.json.encode(export), running)
+    return _held(export, token_ids, running=running)
 
 
-async def import_session(state: EngineState, given: ExportedKV) -> ImportedKV:
+async def take_session(state: EngineState, session: str, calls: Sequence[RunningCall]) -> ExportedKV | None:
+    """End these running calls of a session with ABORT and hold the KV of the longest, up to its last token but one.
+    None when the server cannot: they are ended all the same."""
+    server = connected(state, f"stopping {session!r}")
+    sampling = [call for call in calls if len(call.sampled) > call.first and not call.at_rest.is_set()]
+    longest = max(sampling, key=lambda call: len(call.prompt) + len(call.sampled), default=None)
+    for call in calls:
+        call.abort()
+    if longest is None or not server.facts.takes:
+        await state.end_segments(server, list(calls))
+        return None
+    longest.taken = True
+    asked = time.time()
+    try:
+        answer = await _complete(server, take_request(server.facts.model, ID_PREFIX + longest.server_id, state.version))
+        if answer.get("kv_transfer_params"):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(longest.at_rest.wait(), LAST_TOKENS_S)
+    finally:
+        await state.end_segments(server, list(calls))
+    context = np.asarray([*longest.prompt, *longest.sampled], np.int32)
+    try:
+        export = exported(answer, session, context, state.version, asked, LEASE_S)
+    except MoveRefused:
+        return None
+    same = longest.salt == state.salt and export.n_tokens == len(context) - 1
+    return _held(export, context, running=False, stopped=True) if same else None
+
+
+def _held(export: Export, tokens: Tokens, *, running: bool, stopped: bool = False) -> ExportedKV:
+    return ExportedKV(export.session, export.version, tokens, msgspec.json.encode(Ticket(export, stopped)), running)
+
+
+async def import_session(state: EngineState, arrivals: Arrivals, given: ExportedKV) -> ImportedKV:
     """Fetch what was exported for this context. InfrastructureError when it does not fit: another version, other
     tokens, too old; the session's next call is then prefilled."""
     doing = f"importing the KV of {given.session!r}"
     server = connected(state, doing)
     tokens = np.asarray(given.token_ids, np.int32)
     try:
-        export = msgspec.json.decode(given.ticket, type=Export)
-        body = import_request(
-            export, server.facts.model, tokens, state.version, time.time(), max_tokens=1, temperature=0
-        )
+        ticket = msgspec.json.decode(given.ticket, type=Ticket)
+        check_export(ticket.export, tokens, state.version, time.time())
     except (MoveRefused, VerificationFailed, msgspec.MsgspecError) as error:
         raise InfrastructureError(doing, got=str(error), expected="an export that fits") from error
+    if ticket.stopped:
+        arrivals.add(state.salt, tokens, ticket.export)
+        return ImportedKV(len(tokens), len(tokens) - ticket.export.n_tokens, 0)
+    body = import_request(
+        ticket.export, server.facts.model, tokens, state.version, time.time(), max_tokens=1, temperature=0
+    )
     answer = await _complete(server, body | {"cache_salt": state.salt})
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     found = int(details.get("cached_tokens") or 0)

@@ -135,11 +135,11 @@ def launch_plan(options: VLLMOptions, model: str, start: tuple[str, ...], place:
 
 
 _NIXL = (
-    '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute",'
-    '"kv_connector_extra_config":{"bidirectional_kv_xfer":true,"kv_recompute_threshold":0,"decoder_kv_blocks_ttl":1}}'
+    '{"kv_connector":"NixlConnector","kv_connector_module_path":"gyre_vllm_connector","kv_role":"kv_both",'
+    '"kv_load_failure_policy":"recompute"}'
 )
-"""`decoder_kv_blocks_ttl`: what a server has fetched it would else hold for eight minutes, for a fetch back that nobody
-makes, and step all that time without work."""
+"""Our own form of the stock connector. Not `bidirectional_kv_xfer`: what a server has fetched it would hold for a fetch
+back that nobody makes, and step all that time without work."""
 
 
 def _memory_words(options: VLLMOptions, place: Place) -> list[str]:

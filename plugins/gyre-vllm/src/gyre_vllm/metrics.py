@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 
 _LINE = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{(.*)\})? ([0-9.eE+-]+|NaN)$", re.MULTILINE)
+TELLING = 64
+"""Prompt tokens computed, in the mean of some calls, from which on their seconds are those of computing."""
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -31,6 +33,32 @@ class ServerLoad:
     received: int
     """Prompt tokens whose KV came from another server."""
     sampled: int
+    prefills: int = 0
+    """Calls that have ended; the next two are of these."""
+    prefill_tokens: int = 0
+    """Prompt tokens they computed."""
+    prefill_s: float = 0.0
+    """Seconds from a call's place in the batch to its first token, added up."""
+
+
+class PrefillSpeed:
+    """Tokens a second at which prompts are prefilled, as a call meets it: beside the others in its batch, without the
+    time in the queue. Measured between two readings of the server's totals, from calls that computed enough to tell."""
+
+    def __init__(self) -> None:
+        self._before: ServerLoad | None = None
+        self._last: float | None = None
+
+    def of(self, load: ServerLoad) -> float | None:
+        """The speed lately; None before the first measurement."""
+        before, self._before = self._before, load
+        calls, tokens, seconds = load.prefills, load.prefill_tokens, load.prefill_s
+        if before is not None and before.prefills <= calls:  # else the server is another one
+            calls, tokens = calls - before.prefills, tokens - before.prefill_tokens
+            seconds -= before.prefill_s
+        if calls > 0 and seconds > 0 and tokens >= TELLING * calls:
+            self._last = tokens / seconds
+        return self._last
 
 
 def read_metrics(text: str) -> ServerLoad:
@@ -60,10 +88,16 @@ def read_metrics(text: str) -> ServerLoad:
         cached=int(source.get("local_cache_hit", 0)),
         received=int(source.get("external_kv_transfer", 0)),
         sampled=int(sums.get("generation_tokens", 0)),
+        prefills=int(sums.get("request_prefill_time_seconds_count", 0)),
+        prefill_tokens=int(sums.get("request_prefill_kv_computed_tokens_sum", 0)),
+        prefill_s=sums.get("request_prefill_time_seconds_sum", 0.0),
     )
 
 
-_WANTED = frozenset({"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "generation_tokens"})
+_WANTED = frozenset({
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "generation_tokens",
+    "request_prefill_time_seconds_count", "request_prefill_time_seconds_sum", "request_prefill_kv_computed_tokens_sum",
+})  # fmt: skip
 
 
 def _number(text: str | None) -> int:

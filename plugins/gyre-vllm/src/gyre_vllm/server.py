@@ -44,6 +44,8 @@ class Facts:
     sleeps: bool
     """It can give its memory back while it runs."""
     connector: bool
+    takes: bool = False
+    """Its connector is ours: a running call can be ended so that its KV is held (`inside/gyre_vllm_connector.py`)."""
     asleep: bool = False
     """It was left asleep by an engine before this one."""
     kv_tokens: int = 0
@@ -155,6 +157,7 @@ async def probe(client: ServerClient, options: VLLMOptions) -> Facts:
         sleeps=(device.startswith("cuda") and "/sleep" in paths and bool(told.get("sleep_mode")))
         or (ours and device == "cpu" and not told.get("connector")),
         connector=bool(told.get("connector")),
+        takes=bool(told.get("takes")),
         asleep=bool(told.get("asleep")),
         kv_tokens=kv_tokens or max_context * max_running,
         kv_token_bytes=int(told.get("kv_bytes", 0)) // kv_tokens if kv_tokens else 0,

@@ -61,6 +61,25 @@ class HandoverChecks:
             assert result.cached >= len(context) - rig.cache_block - 1
             assert_greedy(rig, 0, context, result)
 
+    async def test_a_running_session_is_stopped_and_goes_on_with_what_was_held(self, rig: EngineRig) -> None:
+        """Its call ends with ABORT. An engine that holds what it has stopped holds all of it, else None; either way the
+        tokens at the destination are those of no move."""
+        async with rig.started() as a, rig.started() as b:
+            source, target = handing(a), handing(b)
+            prompt = rig.prompt(rig.max_context // 3)
+            running = Watched(a, request_of(prompt, rig.max_context // 2, name="r", session="s"))
+            await running.until(3)
+            held = await rig.within(source.kv_export("s", stop=True))
+            cut = await rig.within(running.task)
+            context = [*prompt, *cut.ids]
+            assert cut.finish is FinishReason.ABORT
+            if held is not None:
+                assert (ids_of(held.token_ids), held.running) == (context, False)
+                assert (await rig.within(target.kv_import(held))).tokens == len(context)
+            result = await call(b, context, 5, name="on", session="s")
+            assert held is None or result.cached >= len(context) - 1
+            assert_greedy(rig, 0, context, result)
+
     async def test_there_is_nothing_to_hold_of_a_stranger_or_of_older_weights(self, rig: EngineRig) -> None:
         """None, so that nobody waits for what cannot come."""
         async with rig.started() as engine:

@@ -137,6 +137,7 @@ class ExportSession:
     """Another cell asks this one's engine to hold the KV of `session` for its own; see `KVHandover.kv_export`."""
 
     session: str
+    stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class GyreWorker:
         runner = self.model_runner
         how = _temper(runner)
         device = str(runner.device)
-        cache = self.vllm_config.cache_config
+        cache, transfer = self.vllm_config.cache_config, self.vllm_config.kv_transfer_config
         return {
             "interface": INTERFACE,
             "pid": os.getpid(),
@@ -46,7 +46,8 @@ class GyreWorker:
             "max_running": int(self.vllm_config.scheduler_config.max_num_seqs),
             "sleep_mode": bool(self.vllm_config.model_config.enable_sleep_mode),
             "counts": _counts(runner) is not None,
-            "connector": self.vllm_config.kv_transfer_config is not None,
+            "connector": transfer is not None,
+            "takes": getattr(transfer, "kv_connector_module_path", None) == "gyre_vllm_connector",
             "asleep": bool(getattr(self, "_gyre_storages", None)),
             "kv_tokens": int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0),
             "kv_bytes": sum(_storages(_blocks(runner)).values()),
