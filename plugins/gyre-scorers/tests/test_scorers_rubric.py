@@ -17,7 +17,9 @@ OPTIONS = {
 
 async def judge(workspace, context, job, answer, options=OPTIONS):
     async with ScriptedEndpoint(answer) as endpoint:
-        scorer = RubricScorer(RubricOptions(base_url=endpoint.address.base_url, model="j"), context)
+        scorer = RubricScorer(
+            RubricOptions(base_url=endpoint.address.base_url, model="j", concurrent=1, retry_first_s=0.01), context
+        )
         return await scorer.score(job(options), workspace), endpoint.requests
 
 
@@ -87,6 +89,40 @@ async def test_the_work_is_fenced_by_a_word_it_cannot_know(workspace, context, j
 async def test_an_empty_workspace_earns_nothing_unasked(workspace, context, job):
     score, requests = await judge(workspace, context, job, lambda _: Say('{"verdict": "yes"}'))
     assert (score.value, requests) == (0.0, [])
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked"),
+    [
+        (Refuse(500), 3),
+        (Refuse(429), 3),
+        (Refuse(0), 3),
+        (Say("I think yes"), 3),
+        (Refuse(401), 1),
+    ],
+    ids=["500", "429", "cut", "nonsense", "401"],
+)
+async def test_a_judge_is_asked_again_a_bounded_number_of_times(workspace, context, job, answer, asked):
+    await workspace.write("a.txt", b"x")
+    one = {**OPTIONS, "criteria": OPTIONS["criteria"][:1]}
+    seen = []
+
+    def always(request):
+        seen.append(request)
+        return answer
+
+    with pytest.raises(InfrastructureError):
+        await judge(workspace, context, job, always, one)
+    assert len(seen) == asked
+    seen.clear()
+
+    def at_last(request):
+        seen.append(request)
+        return Say('{"verdict": "yes"}') if len(seen) == 3 else answer
+
+    if asked == 3:
+        score, _ = await judge(workspace, context, job, at_last, one)
+        assert (score.value, len(seen)) == (1.0, 3)
 
 
 async def test_a_judge_that_fails_is_our_fault(workspace, context, job):

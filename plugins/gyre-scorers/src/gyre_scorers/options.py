@@ -57,7 +57,9 @@ class RubricOptions:
     timeout_s: float = 120.0
     """Of one question."""
     tries: int = 3
-    """How often a criterion is asked until the verdict can be read."""
+    """How often a criterion is asked for a readable verdict; after that judging has failed, which is no zero."""
+    retry_first_s: float = 1.0
+    """Pause after a try that got no answer (no connection, HTTP 5xx or 429); it doubles with each."""
     concurrent: int = 8
     """Questions under way at a time."""
     file_bytes: int = 1 << 16

@@ -2,8 +2,9 @@
 
 Invariant: a result counts only as a line signed with a key that came on standard input; what the code under test prints
 goes nowhere. Tests that must fail are mixed in under real names; if one of them passes, or pytest's or unittest's code
-is not what it was before the code under test was imported, the whole run says so and is void. Uses the standard library
-and the pytest brought along; needs Python 3.10. What this cannot stop: a value that claims to equal everything.
+is not what it was before the code under test was imported, or a test's code not what was collected, the whole run says
+so and is void. Uses the standard library and the pytest brought along; needs Python 3.10. What this cannot stop: a
+value that claims to equal everything, and code that reads the suite and then reaches into this module.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.known: list[tuple[str, Any, str, Any, Any, Any]] = []
+        self.tests: list[tuple[str, Any, Any]] = []
         for name, module in list(sys.modules.items()):
             if name.split(".")[0] in WATCHED and isinstance(module, types.ModuleType):
                 self._note(name, vars(module), 2)
@@ -59,8 +61,18 @@ class Watch:
             elif isinstance(value, type) and depth and value.__module__.split(".")[0] in WATCHED:
                 self._note(f"{prefix}.{key}", vars(value), depth - 1)
 
+    def note_test(self, item: Any) -> None:
+        """A hidden test's function, once it is collected."""
+        function = getattr(item, "function", None)
+        function = getattr(function, "__func__", function)
+        if isinstance(function, types.FunctionType):
+            self.tests.append((item.nodeid, function, function.__code__))
+
     def altered(self) -> str | None:
         """What was replaced since, in words; additions do not matter."""
+        for name, function, code in self.tests:
+            if function.__code__ is not code:
+                return f"the code of {name} was replaced"
         for name, space, key, value, inner, code in self.known:
             if (space.get(key) is not value or inner.__code__ is not code) and key not in REPLACED_BY_PYTEST:
                 return f"{name} was replaced"
@@ -101,6 +113,18 @@ class Guard:
         self.clock, self.look_at = time.monotonic, 0.0
         self.own = {os.path.join(config["root"], path) for path in config["files"]}
         self.void: str | None = None
+        self.traced = False
+        sys.addaudithook(self._audit())
+
+    def _audit(self) -> Callable[[str, tuple[Any, ...]], None]:
+        """Notes that tracing was switched: a trace function can jump over an assertion. Only doctest has reason to."""
+        frame, doctest = sys._getframe, os.path.join(os.path.dirname(os.__file__), "doctest.py")
+
+        def hook(event: str, _args: tuple[Any, ...]) -> None:
+            if event == "sys.settrace" and frame(1).f_code.co_filename != doctest:
+                self.traced = True
+
+        return hook
 
     def pytest_collectreport(self, report: Any) -> None:
         """A file that could not be collected."""
@@ -113,6 +137,8 @@ class Guard:
 
         items[:] = [item for item in items if item.nodeid not in self.skip]
         self.report({"kind": "collected", "ids": [item.nodeid for item in items]})
+        for item in items:
+            self.watch.note_test(item)
         modules: dict[Any, list[Any]] = {}
         for item in items:
             modules.setdefault(item.getparent(pytest.Module), []).append(item)
@@ -157,9 +183,12 @@ class Guard:
         if report.when == "call" or report.failed or report.skipped:
             outcome = "failed" if report.failed else self._skip(report) if report.skipped else "passed"
             why = "" if outcome == "passed" else str(report.longrepr)[-300:]
+            if self.traced and outcome != "failed":
+                outcome, why = "failed", "the code under test traces what runs"
             self.report({"kind": "result", "id": item.nodeid, "outcome": outcome, "when": report.when, "why": why})
         if report.when == "teardown":
             signal.setitimer(signal.ITIMER_REAL, 0)
+            self.traced = sys.gettrace() is not None
 
 
 def main(config: dict[str, Any]) -> None:

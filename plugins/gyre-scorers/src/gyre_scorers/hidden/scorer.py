@@ -1,15 +1,18 @@
 """Scorer `pytest`: runs a hidden suite on a fresh copy of the workspace.
 
 Invariant: the workspace's own files are not changed; the agent's tests, conftest, pytest configuration, start-up hooks
-and compiled files do not take part; each test counts by a signed result (see `guard`), a test without one has failed. A
-suite that ends its process early is run again without the test that did it. Not here: what a result is worth.
+and compiled files do not take part; each test counts by a signed result (see `guard`), a test without one has failed;
+tests that must fail are mixed in (see `twins`). A suite that ends its process early is run again without the test that
+did it. Not here: what a result is worth.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
+import random
 import secrets
 import shlex
 import time
@@ -19,6 +22,7 @@ from gyre_core import ComponentContext, ExecRequest, ExecResult, InfrastructureE
 from gyre_scorers.hidden import guard
 from gyre_scorers.hidden.suite import Results, Suite, milestones, read_suite, signed_records
 from gyre_scorers.hidden.tools import pytest_archive
+from gyre_scorers.hidden.twins import Twins, with_twins
 from gyre_scorers.options import PytestOptions
 
 _REMOVED = ("__pycache__", "*.pyc", "*.pth", "conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.ini")
@@ -37,9 +41,11 @@ class PytestScorer:
     async def score(self, job: ScoringJob, workspace: Workspace) -> Score:
         """One milestone per test."""
         suite = await asyncio.to_thread(read_suite, job.task, self._base_dir)
+        twins = await asyncio.to_thread(with_twins, suite.files, random.Random(secrets.token_bytes(16)))
+        suite = dataclasses.replace(suite, files=twins.files)
         scratch = f".gyre-{secrets.token_hex(8)}"
         try:
-            results = await self._run(suite, workspace, scratch)
+            results = await self._run(suite, twins, workspace, scratch)
         finally:
             with contextlib.suppress(OSError):
                 await workspace.run(ExecRequest(["rm", "-rf", scratch], 600.0, 1000))
@@ -47,7 +53,7 @@ class PytestScorer:
         why = f"void: {results.void}" if results.void else job.end.reason if partial else ""
         return Score.of_milestones(milestones(suite, results), complete=not partial, why=why)
 
-    async def _run(self, suite: Suite, workspace: Workspace, scratch: str) -> Results:
+    async def _run(self, suite: Suite, twins: Twins, workspace: Workspace, scratch: str) -> Results:
         await self._lay_out(suite, workspace, scratch)
         for line in suite.setup:
             await workspace.run(
@@ -55,7 +61,7 @@ class PytestScorer:
             )
         if suite.setup:
             await self._put_suite(suite, workspace, scratch)
-        results = Results()
+        results = Results(twins=twins)
         deadline = time.monotonic() + (suite.timeout_s or self.options.timeout_s)
         for _ in range(self.options.most_runs):
             left = deadline - time.monotonic()

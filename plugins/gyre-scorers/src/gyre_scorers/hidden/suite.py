@@ -15,8 +15,10 @@ from typing import Any
 
 from gyre_core import Milestone, Task
 
+from gyre_scorers.hidden.twins import Twins
 from gyre_scorers.reading import fault, value
 
+NO_TWINS = Twins({}, {})
 _KEYS: dict[str, type | tuple[type, ...]] = {
     "files": Mapping,
     "folder": str,
@@ -114,13 +116,15 @@ class Results:
     collected: list[str] = field(default_factory=list)
     uncollected: dict[str, str] = field(default_factory=dict)
     void: str | None = None
+    twins: Twins = NO_TWINS
     _pending: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Of the present run, since the last sign that it can be trusted."""
 
     def add(self, records: Sequence[Mapping[str, Any]], limit: str | None) -> bool:
         """Take in one run's records; True when another run could learn more."""
         running: str | None = None
-        ended, self._pending = False, {}
+        last: str | None = None
+        ended, self._pending, before = False, {}, dict(self.outcomes)
         for record in records:
             match record["kind"]:
                 case "collected":
@@ -128,7 +132,7 @@ class Results:
                 case "uncollected":
                     self.uncollected[record["id"]] = record["why"]
                 case "start":
-                    running = record["id"]
+                    running = last = record["id"]
                 case "result":
                     self._result(record)
                     running = None
@@ -137,11 +141,14 @@ class Results:
                 case "end":
                     ended = True
                     self._trust(record)
+                    self._look_at_twins()
                     if record["code"] not in (0, 1):
                         self.uncollected["pytest"] = f"exit code {record['code']}: {record['said']}"
-        if ended or running is None or self.void is not None:
+        if ended or last is None or self.void is not None or (running is None and limit is not None):
             return False
-        self.outcomes[running] = ("failed", f"ended the process ({limit or 'by itself'})")
+        if running is None:
+            self.outcomes = before  # it ended between two tests, where only what ran in them can have ended it
+        self.outcomes[running or last] = ("failed", f"ended the process ({limit or 'by itself'})")
         return limit is None or limit == "wall"
 
     def _trust(self, record: Mapping[str, Any]) -> None:
@@ -150,7 +157,15 @@ class Results:
         self.outcomes |= self._pending
         self._pending = {}
 
+    def _look_at_twins(self) -> None:
+        """A whole run has a result of each, and none passed."""
+        for name in self.collected:
+            if self.twins.among(name) and name not in self.outcomes:
+                self.void = self.void or "a test that must fail was not run"
+
     def _result(self, record: Mapping[str, Any]) -> None:
+        if record["outcome"] == "passed" and self.twins.among(record["id"]):
+            self.void = self.void or "a test that must fail passed"
         if self._pending.get(record["id"], ("passed", ""))[0] == "passed":
             self._pending[record["id"]] = (record["outcome"], record["why"])
 
@@ -162,6 +177,8 @@ def milestones(suite: Suite, results: Results) -> list[Milestone]:
     found: list[Milestone] = []
     left_out = 0
     for name in dict.fromkeys(results.collected):
+        if results.twins.among(name):
+            continue
         outcome, why = results.outcomes.get(name, ("failed", "was not reached"))
         if outcome == "skipped" and suite.skipped == "left out":
             left_out += 1
