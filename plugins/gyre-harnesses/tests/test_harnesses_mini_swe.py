@@ -12,7 +12,9 @@ from gyre_core import ComponentContext, ExecutionJob, ExecutionStatus, Infrastru
 from gyre_core.testing.endpoint import Call, Say, ScriptedEndpoint, in_order
 from gyre_core.testing.harnesses import HarnessConformance, HarnessRig, RecordedEvents
 from gyre_core.testing.support import environment_python
+from gyre_harnesses.command.gate import Tally
 from gyre_harnesses.mini_swe.harness import MiniSweHarness
+from gyre_harnesses.mini_swe.harness import _end as end_of
 from gyre_harnesses.options import LocalOptions, MiniSweOptions
 from gyre_harnesses.sandbox.local import LocalSandbox
 
@@ -78,6 +80,28 @@ async def test_its_limits_are_statuses(tmp_path, end, reason):
     ended = await run(tmp_path, end)
     assert ended.status is ExecutionStatus.TIMEOUT
     assert ended.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("tally", "ended", "status"),
+    [
+        (Tally(refused="context"), "Submitted", ExecutionStatus.TRUNCATED),
+        (Tally(refused="sampled_tokens"), "APIError", ExecutionStatus.TRUNCATED),
+        (Tally(refused="turns"), "APIError", ExecutionStatus.TIMEOUT),
+        (Tally(), "TimeExceeded", ExecutionStatus.TIMEOUT),
+        (Tally(fault="HTTP 503"), "Submitted", ExecutionStatus.COMPLETED),
+        (Tally(fault="HTTP 503"), "TimeExceeded", None),
+        (Tally(fault="HTTP 503"), "APIError", None),
+    ],
+    ids=["context", "tokens", "turns", "time", "submitted all the same", "time, by our fault", "crashed by our fault"],
+)
+def test_how_it_ended_is_told_from_what_went_through_the_gate(tally, ended, status):
+    said = {"end": ended, "text": ""}
+    if status is None:
+        with pytest.raises(InfrastructureError, match="HTTP 503"):
+            end_of(tally, said, 0)
+    else:
+        assert end_of(tally, said, 0).status is status
 
 
 async def test_its_crashes_are_ours(tmp_path):

@@ -177,6 +177,12 @@ async def test_the_wall_limit_cuts_a_slow_model_and_a_slow_tool(rig):
     assert time.monotonic() - began < 15
 
 
+async def test_time_that_ran_out_while_the_model_was_away_is_our_fault(rig):
+    patient = {"retries": 1000, "retry_first_s": 0.05}
+    with pytest.raises(InfrastructureError, match="HTTP 503"):
+        await rig.run([Refuse(503)] * 1000, options=patient, limits=Limits(wall_s=0.5))
+
+
 async def test_a_tool_limit_is_told(rig):
     await rig.run(
         [bash("echo some; sleep 30"), bash("yes | head -c 100"), Say()], limits=Limits(tool_s=0.4, tool_output_bytes=20)
