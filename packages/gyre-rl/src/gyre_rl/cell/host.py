@@ -160,7 +160,7 @@ class CellHost:
                 failing_since = failing_since or time.monotonic()
                 if time.monotonic() - failing_since > ENGINE_GRACE_S:
                     log.error("the engine has failed; this cell ends, so that a new one can take its place: %s", error)
-                    # Asked, not told: what is still being heard when a connection ends is dropped.
+                    # Asked, not told, so that the run has heard it before the connection ends.
                     try:
                         await link.ask("failing", Failing(str(error)), NoneType)
                     finally:
