@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gyre_core import ConfigError, InfrastructureError
+from gyre_core import ConfigError, InfrastructureError, Kind, PluginManager
 from gyre_core.testing.endpoint import Refuse, Say, ScriptedEndpoint
 from gyre_scorers.options import RubricOptions
 from gyre_scorers.rubric import RubricScorer, read_verdict
@@ -157,3 +157,15 @@ def test_only_a_verdict_in_the_form_asked_for_is_one():
     assert read_verdict('Well: {"why": "w", "verdict": "no"}.') == (False, "w")
     for text in ("", "yes", "{}", '{"verdict": true}', '{"verdict": "yes"} {"verdict": "no"}', '["yes"]'):
         assert read_verdict(text) is None
+
+
+async def test_inside_composite_its_options_come_as_tables_of_a_file(workspace, context, job):
+    """As a run hands them to the process that judges: plain data."""
+    await workspace.write("a.txt", b"Dear you")
+    async with ScriptedEndpoint(lambda _: Say('{"verdict": "yes"}')) as endpoint:
+        given = {"rubric": {"base_url": endpoint.address.base_url, "extra_body": {"seed": 1}}, "files": {}}
+        scorer = PluginManager.installed().create(Kind.SCORER, "composite", given, context)
+        parts = {"parts": [{"scorer": "rubric", "options": OPTIONS}]}
+        score = await scorer.score(job(parts), workspace)
+    assert score.value == 1.0
+    assert endpoint.requests[0].body["seed"] == 1

@@ -12,8 +12,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, is_dataclass
+from typing import Any, get_type_hints
 
 import pluggy
 
@@ -160,8 +160,17 @@ class PluginManager:
         return target
 
     def create(self, kind: Kind, name: str, options: Any, context: ComponentContext) -> Any:
-        """An instance: `Class(options, context)`. `options` may be a mapping or an instance of its options type."""
+        """An instance: `Class(options, context)`. `options` may be a mapping, tables of options in it included, or an
+        instance of its options type."""
         expected = self.options_type(kind, name)
         if isinstance(options, Mapping) or options is None:
-            options = expected(**(options or {})) if expected else None
+            options = _filled(expected, options or {}) if expected else None
         return self.load(kind, name)(options, context)
+
+
+def _filled(options_type: type[Any], given: Mapping[str, Any]) -> Any:
+    """An instance of an options type; a mapping stands for an instance where a field is of an options type itself."""
+    tables = [key for key, value in given.items() if isinstance(value, Mapping)]
+    types = get_type_hints(options_type) if tables else {}
+    made = {key: _filled(types[key], given[key]) for key in tables if is_dataclass(types.get(key))}
+    return options_type(**{**given, **made})
