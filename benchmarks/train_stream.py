@@ -328,7 +328,9 @@ def main() -> None:
     plan = Plan(args.parameters, args.satellites, args.batches, args.batch_s, args.free_s, args.lease, args.verify)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(plan, args.steps, Path(folder) / "weights")
-    result = {"benchmark": "train_stream", **found, "plan": plan.__dict__, "hardware": hardware()}
+    result = {
+        "benchmark": "train_stream", **found, "plan": plan.__dict__ | {"steps": args.steps}, "hardware": hardware(),
+    }  # fmt: skip
     if not args.json:
         for name, value in found.items():
             print(f"{name:24} {value}")
