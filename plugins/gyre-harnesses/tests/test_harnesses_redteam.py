@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from gyre_core import ComponentContext, ExecRequest
+from gyre_core import ComponentContext, ExecRequest, InfrastructureError
 from gyre_core.testing.support import load_module
 from gyre_harnesses.options import LocalOptions
 from gyre_harnesses.sandbox.local import LocalSandbox
@@ -123,3 +123,17 @@ async def test_the_folder_stays_small_whatever_is_written(workspace):
     folder = Path(workspace.path).parent
     used = sum(p.lstat().st_blocks * 512 for p in folder.rglob("*"))
     assert used < 3 * LIMITS["disk_mb"] << 20
+
+
+async def test_holes_of_sparse_files_do_not_fill_the_hosts_disk_through_a_snapshot(workspace, tmp_path):
+    """In the workspace they take no room; read back they would be gigabytes, at every rest."""
+    made = await workspace.run(
+        ExecRequest(["bash", "-c", "for i in $(seq 40); do truncate -s 15M f$i; done; du -s ."], 20.0, 1000)
+    )
+    assert int(made.stdout.split()[0]) < 1000
+    with pytest.raises(InfrastructureError, match="holes of sparse files"):
+        await workspace.snapshot(str(tmp_path / "rest"))
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("rest")] == []
+    await workspace.run(ExecRequest(["bash", "-c", "rm f*; head -c 1M /dev/zero > f"], 20.0, 1000))
+    await workspace.snapshot(str(tmp_path / "rest"))
+    assert (tmp_path / "rest").stat().st_size < 3 << 20

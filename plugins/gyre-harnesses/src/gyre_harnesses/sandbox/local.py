@@ -62,11 +62,12 @@ class LocalWorkspace:
         env: Mapping[str, str],
         *,
         group: cgroups.Group | None,
+        disk_bytes: int,
         keep: bool,
         closed: Callable[[LocalWorkspace], None],
     ) -> None:
         self._folder, self._channel, self._keep, self._tell_closed = folder, channel, keep, closed
-        self._group = group
+        self._group, self._disk_bytes = group, disk_bytes
         self._closed = False
         self._level = level
         self.inner_path = seen_at["work"]
@@ -129,7 +130,7 @@ class LocalWorkspace:
 
     async def snapshot(self, location: str) -> None:
         """The folder at rest, as a tar file at `location`."""
-        await asyncio.to_thread(snapshots.save, self.path, location)
+        await asyncio.to_thread(snapshots.save, self.path, location, self._disk_bytes)
 
     async def close(self) -> None:
         """End the keeper with all it runs and delete the folder."""
@@ -291,6 +292,7 @@ class LocalSandbox:
             hello["seen"],
             self.options.env,
             group=group,
+            disk_bytes=self.options.disk_mb << 20,
             keep=self.options.keep,
             closed=self._workspaces.discard,
         )

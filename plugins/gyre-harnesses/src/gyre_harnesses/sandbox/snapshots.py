@@ -6,20 +6,32 @@ folder it restores to, whatever the file holds. Not here: when to take one.
 
 from __future__ import annotations
 
+import errno
 import os
 import tarfile
 
 from gyre_core.errors import InfrastructureError
 
 
-def save(folder: str, location: str) -> None:
-    """Put `folder` into the tar file `location`, atomically. Links stay links; sockets and pipes are left out."""
-    partial = f"{location}.{os.getpid()}.partial"
+def save(folder: str, location: str, most: int) -> None:
+    """Put `folder` into the tar file `location`, atomically. Links stay links; sockets and pipes are left out.
+
+    Of at most `most` bytes, holes of sparse files counted: they take no room in a workspace, but would here.
+    """
+    partial, size = f"{location}.{os.getpid()}.partial", 0
+
+    def counted(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        nonlocal size
+        size += member.size
+        if size > most:
+            raise OSError(errno.EFBIG, f"more than {most >> 20} MB, holes of sparse files counted")
+        return _plain(member)
+
     open_up(folder)
     try:
         with open(partial, "wb") as raw:
             with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as tar:
-                tar.add(folder, arcname=".", filter=_plain)
+                tar.add(folder, arcname=".", filter=counted)
             raw.flush()
             os.fsync(raw.fileno())
         os.replace(partial, location)
