@@ -74,12 +74,16 @@ async def test_the_pages_are_served(tmp_path):
             assert "No execution was recorded yet" in (await get("/executions"))[1]
             with Store.open(tmp_path / "trajectories.db", writable=True) as store:
                 await store.add_execution(ExecutionSpec("a/b.0", task="t<", group="g", step=3))
-                await store.close_execution("a/b.0", Status.COMPLETED, score=Score(0.5, {"out/x": 1.0}), cause="")
+                told = [{"name": "out/x", "passed": True, "weight": 1.0, "evidence": "as long as <it> should be"}]
+                await store.close_execution(
+                    "a/b.0", Status.COMPLETED, Score(0.5, {"out/x": 1.0}), metadata={"verdict": {"milestones": told}}
+                )
             status, text = await get("/executions")
             assert "t&lt;" in text
             (link,) = re.findall(r'href="(/executions/[^"]+)"', text)
             status, text = await get(link)
             assert (status, "Score 0.500" in text, "out/x" in text) == (200, True, True)
+            assert "as long as &lt;it&gt; should be" in text
             assert (await get("/executions/no"))[0] == 404
             (tmp_path / "events.jsonl").open("ab").write(ev.encode(ev.RunEnded("finished").at(2.0)) + b"\n")
             assert 'http-equiv="refresh"' not in (await get("/"))[1]

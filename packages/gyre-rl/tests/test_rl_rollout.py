@@ -16,6 +16,7 @@ from gyre_core import (
     ExecutionEnd,
     ExecutionStatus,
     InfrastructureError,
+    Milestone,
     Purpose,
     Score,
     ScorerSpec,
@@ -225,3 +226,25 @@ async def test_a_helper_is_one_process_at_a_time_and_is_waited_for(monkeypatch):
     assert await again is made[1].peer
     assert await helper.ended(first)
     assert not helper.lives_as(CellId("agents", 1))
+
+
+@pytest.mark.parametrize(
+    ("status", "partial"),
+    [(ExecutionStatus.COMPLETED, False), (ExecutionStatus.TIMEOUT, True), (ExecutionStatus.TRUNCATED, True)],
+)
+async def test_the_score_of_what_was_cut_is_partial_and_its_evidence_is_kept(tmp_path, status, partial):
+    milestone = Milestone("letter", True, 2.0, "x" * 5000)
+    outcome = Outcome(ExecutionEnd(status, "why"), Score.of_milestones([milestone], complete=not partial), 1.0)
+
+    async def run(job: Any) -> Outcome:
+        return outcome
+
+    case = Case(tmp_path, Life(run))
+    case.rollout.start("g.0", "g", 0, 0)
+    await case.end()
+    assert [(e.status, e.partial) for e in case.of(ev.ExecutionEnded)] == [(status.value, partial)]
+    assert (case.rollout.finished["g.0"].partial, case.rollout.partial_scores) == (partial, int(partial))
+    (closed,) = [message for message in case.proxy.asked if isinstance(message, CloseExecution)]
+    told = {"name": "letter", "passed": True, "weight": 2.0, "evidence": "x" * 1000}
+    assert closed.verdict == {"complete": not partial, "why": "", "milestones": [told]}
+    assert closed.milestones == {"letter": 1.0}

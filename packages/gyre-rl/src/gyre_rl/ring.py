@@ -19,6 +19,7 @@ import msgspec
 from gyre_core import (
     ComponentContext,
     EventSink,
+    InfrastructureError,
     Kind,
     PluginManager,
     Purpose,
@@ -43,6 +44,8 @@ from gyre_rl.run.summary import RunSummary
 from gyre_rl.views.events import Evaluated, RunEnded, StepStarted, read_log
 
 log = logging.getLogger("gyre.run")
+LOST_GROUPS = 8
+"""Groups that may be lost in a row to failures of ours before the run ends; more where more are under way at a time."""
 
 
 async def run(config: RunConfig, *, resume: bool = False, view: EventSink | None = None) -> RunSummary:
@@ -139,6 +142,8 @@ class Ring:
     feed: Feed = field(init=False)
     _moved: asyncio.Event = field(default_factory=asyncio.Event)
     _judged: int = 0
+    _lost: int = 0
+    """Groups that left without training, since one last trained."""
 
     def __post_init__(self) -> None:
         config = self.parts.config
@@ -201,6 +206,7 @@ class Ring:
         self.parts.post(sched.GroupQueued(time.monotonic(), name, size, evaluation))
 
     def _applied(self, groups: tuple[str, ...]) -> None:
+        self._lost = 0
         self.feed.trained(groups)
         for name in groups:
             self.parts.rollout.forget(name)
@@ -210,8 +216,21 @@ class Ring:
         self._moved.set()
 
     def _left(self, group: str) -> None:
+        """Another task takes its place; unless all of them leave, for then something is broken that does not mend."""
+        self._lost += 1
+        most = max(LOST_GROUPS, 2 * self.feed.ahead)
+        if self._lost >= most:
+            self.parts.fail(self._nothing_scored("sampling groups to train on", f"{self._lost} groups in a row lost"))
         self.feed.left(group)
         self._moved.set()
+
+    def _nothing_scored(self, doing: str, got: str) -> InfrastructureError:
+        return InfrastructureError(
+            doing,
+            got=f"{got} to failures of ours, the last one: {self.parts.rollout.last_failure}",
+            expected="executions that can be scored",
+            fix="Mend what failed, then `gyre resume`: what had been scored is kept.",
+        )
 
     async def _go_on(self, past: Past) -> None:
         """Take up the groups that an earlier life left: what ended counts, what rests goes on, others start again."""
@@ -269,6 +288,10 @@ class Ring:
         for item in ended:
             if item.score is not None:
                 scores[item.execution.rpartition(".")[0]].append(item.score)
+        if ended and not scores:
+            raise self._nothing_scored(
+                f"judging {config.eval.split!r} after step {step}", f"all {len(ended)} executions"
+            )
         score = statistics.fmean(statistics.fmean(values) for values in scores.values()) if scores else 0.0
         parts.bus.emit(
             Evaluated(

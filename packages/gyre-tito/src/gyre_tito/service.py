@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 from gyre_tito.backend import Backend
 from gyre_tito.batch import Batch, Joined, Reader
@@ -113,11 +114,16 @@ class TitoService:
         return info
 
     async def close_execution(
-        self, execution: str, status: Status, score: Score | None = None, cause: str = ""
+        self,
+        execution: str,
+        status: Status,
+        score: Score | None = None,
+        cause: str = "",
+        metadata: Mapping[str, Any] | None = None,
     ) -> ExecutionInfo:
         """End an execution: running calls are cut (and recorded), its key is refused from now on.
 
-        Closing one that is closed already only overwrites the verdict.
+        Closing one that is closed already only overwrites the verdict. `metadata` is added to what it has.
         """
         if status is Status.OPEN:
             raise invalid("closing an execution: give the status it ended with, not 'open'", "status")
@@ -131,7 +137,7 @@ class TitoService:
             if state.active:
                 await asyncio.wait(list(state.active))
         try:
-            await self.store.close_execution(execution, status, score, cause)
+            await self.store.close_execution(execution, status, score, cause, metadata)
         except StoreError as error:
             raise ApiError(404, "not_found", str(error)) from error
         return self.store.execution(execution)

@@ -10,7 +10,7 @@ import hashlib
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -139,16 +139,26 @@ class Store:
         await self.writer.write(job)
 
     async def close_execution(
-        self, execution: str, status: Status, score: Score | None = None, cause: str = ""
+        self,
+        execution: str,
+        status: Status,
+        score: Score | None = None,
+        cause: str = "",
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record how an execution ended. Closing again overwrites the verdict (a late score, a reclassification)."""
+        """Record how an execution ended. Closing again overwrites the verdict (a late score, a reclassification).
+
+        `metadata` is added to what the execution was opened with, by key.
+        """
+        more = schema.dumps(dict(metadata or {}))
         milestones = None if score is None else schema.dumps(dict(score.milestones))
         value = None if score is None else score.value
 
         def job(db: sqlite3.Connection, _: Packer) -> None:
             done = db.execute(
-                "UPDATE executions SET status=?, score=?, milestones=?, cause=?, closed_at=? WHERE execution=?",
-                (str(status), value, milestones, cause, time.time(), execution),
+                "UPDATE executions SET status=?, score=?, milestones=?, cause=?, closed_at=?, "
+                "metadata=json_patch(metadata, ?) WHERE execution=?",
+                (str(status), value, milestones, cause, time.time(), more, execution),
             )
             if done.rowcount == 0:
                 raise StoreError(f"closing execution {execution!r}: there is no such execution")

@@ -107,5 +107,9 @@ def _tokens(tree: TreeArrays, start: int, end: int, decode: Decode | None) -> st
 
 def _milestones(info: ExecutionInfo) -> str:
     milestones = {} if info.score is None else info.score.milestones
-    rows = "".join(f"<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>" for k, v in milestones.items())
+    told = {each["name"]: each["evidence"] for each in info.metadata.get("verdict", {}).get("milestones", ())}
+    rows = "".join(
+        f"<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td><td>{escape(str(told.get(k, '')))}</td></tr>"
+        for k, v in milestones.items()
+    )
     return f"<table>{rows}</table>"

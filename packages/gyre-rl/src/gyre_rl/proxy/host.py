@@ -74,6 +74,8 @@ class CloseExecution:
     score: float | None = None
     milestones: dict[str, float] = field(default_factory=dict)
     cause: str = ""
+    verdict: dict[str, Any] = field(default_factory=dict)
+    """The whole score, evidence included; kept in the execution's metadata under this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,8 @@ class ProxyHost:
         """Refuse further calls and record the verdict."""
         score = None if message.score is None else Score(message.score, message.milestones)
         service = self._up()
-        info = await service.close_execution(message.execution, Status(message.status), score, message.cause)
+        more = {"verdict": message.verdict} if message.verdict else {}
+        info = await service.close_execution(message.execution, Status(message.status), score, message.cause, more)
         leaves = len(self._store.load_tree(message.execution).leaves())
         return Closed(info.sampled_tokens, max(0, leaves - 1))
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 from gyre_core import (
     CellLostError,
@@ -24,6 +24,7 @@ from gyre_core import (
     GyreError,
     ModelEndpoint,
     Purpose,
+    Score,
     Task,
 )
 from gyre_sched import EndStatus
@@ -39,6 +40,8 @@ from gyre_rl.views.events import ExecutionEnded, ExecutionStarted, ExecutionWent
 
 log = logging.getLogger("gyre.run")
 Post = Callable[[sched.Event], None]
+EVIDENCE = 1000
+"""Characters of a milestone's evidence that are kept in the store."""
 
 
 class Process(Protocol):
@@ -82,6 +85,15 @@ def seed_of(run_seed: int, recorded: str) -> int:
     return int.from_bytes(blake2b(f"{run_seed}/{recorded}".encode(), digest_size=4).digest()) >> 1
 
 
+def verdict_of(score: Score) -> dict[str, Any]:
+    """A score with its evidence, as the store keeps it."""
+    milestones = [
+        {"name": m.name, "passed": m.passed, "weight": m.weight, "evidence": m.evidence[:EVIDENCE]}
+        for m in score.milestones
+    ]
+    return {"complete": score.complete, "why": score.why, "milestones": milestones}
+
+
 @dataclass(slots=True)
 class Rollout:
     """Runs executions."""
@@ -108,6 +120,8 @@ class Rollout:
     where they stood."""
     answered: dict[str, int] = field(default_factory=dict)
     """Recorded name -> model calls that its agent got an answer to, where its harness tells."""
+    last_failure: str = ""
+    """Why an execution failed by our fault, most recently."""
     partial_scores: int = 0
     branches: int = 0
     """Paths beyond the first, over all trees."""
@@ -212,6 +226,8 @@ class Rollout:
 
     def _keep(self, execution: str, recorded: str, outcome: Outcome) -> None:
         score = None if outcome.score is None else outcome.score.value
+        if outcome.end.status is ExecutionStatus.FAILED:
+            self.last_failure = outcome.end.reason
         if outcome.end.answered_calls is not None:
             self.answered[recorded] = outcome.end.answered_calls
         partial = outcome.end.status.partial and score is not None
@@ -269,7 +285,8 @@ class Rollout:
         score = outcome.score
         milestones = {} if score is None else {m.name: float(m.passed) for m in score.milestones}
         value = None if score is None else score.value
-        closing = CloseExecution(recorded, outcome.end.status.value, value, milestones, outcome.end.reason)
+        verdict = {} if score is None else verdict_of(score)
+        closing = CloseExecution(recorded, outcome.end.status.value, value, milestones, outcome.end.reason, verdict)
         return await (await self.proxy.reach()).call("/close", closing, Closed)
 
     def _tell(
