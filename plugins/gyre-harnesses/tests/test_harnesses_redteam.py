@@ -137,3 +137,9 @@ async def test_holes_of_sparse_files_do_not_fill_the_hosts_disk_through_a_snapsh
     await workspace.run(ExecRequest(["bash", "-c", "rm f*; head -c 1M /dev/zero > f"], 20.0, 1000))
     await workspace.snapshot(str(tmp_path / "rest"))
     assert (tmp_path / "rest").stat().st_size < 3 << 20
+
+
+async def test_empty_files_do_not_use_up_the_hosts_inodes(workspace):
+    flood = "import itertools\nfor i in itertools.count(): open(f'e{i}', 'w').close()"
+    made = await workspace.run(ExecRequest(["python3", "-c", flood], 60.0, 1000))
+    assert made.limit == "disk"

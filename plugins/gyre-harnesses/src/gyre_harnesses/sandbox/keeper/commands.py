@@ -147,6 +147,10 @@ def ended_for_memory(kept: Kept) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
+ENTRY_BYTES = 4096
+"""What an entry of a folder counts at least: an empty file takes no block, but an inode of the host's."""
+
+
 def disk_use(folders: tuple[str, ...]) -> int:
     """Bytes of disk below the folders, links not followed; what vanishes meanwhile is left out."""
     total, ahead = 0, list(folders)
@@ -155,7 +159,7 @@ def disk_use(folders: tuple[str, ...]) -> int:
             with os.scandir(ahead.pop()) as entries:
                 for entry in entries:
                     info = entry.stat(follow_symlinks=False)
-                    total += info.st_blocks * 512
+                    total += max(info.st_blocks * 512, ENTRY_BYTES)
                     if entry.is_dir(follow_symlinks=False):
                         ahead.append(entry.path)
         except OSError:
