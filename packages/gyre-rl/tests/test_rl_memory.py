@@ -56,6 +56,21 @@ def test_a_small_model_by_hand() -> None:
     assert found.full_contexts == found.kv_tokens // 7
 
 
+def test_a_trainer_that_keeps_copies_needs_more_and_experts_are_shared_out_further() -> None:
+    def sized(weight_shards: tuple[int, int] | None):
+        return estimate(
+            shape_of(QWEN3_30B_A3B), accelerators=8, accelerator_gib=80, micro_batch_tokens=1, context_tokens=1000,
+            weight_shards=weight_shards,
+        )  # fmt: skip
+
+    whole = shape_of(QWEN3_30B_A3B)
+    assert sized((8, 8)) == sized(None)
+    assert sized((1, 8)).core - sized((8, 8)).core == 18 * (whole.parameters - whole.of_experts) * 7 // 8
+    assert sized((1, 4)).core - sized((1, 8)).core == 18 * whole.of_experts // 8
+    assert sized((1, 1)).rollout_weights == sized((8, 8)).rollout_weights
+    assert shape_of(QWEN3_8B).of_experts == 0
+
+
 @given(st.integers(1, 64), st.integers(1_000, 200_000))
 def test_more_accelerators_never_need_more(accelerators: int, context: int) -> None:
     def sized(count: int):

@@ -16,25 +16,11 @@ from gyre_local.train.trainer import LocalTrainer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 RATE = 1e-3
-SPLITS: list[dict[str, Any]] = [
-    {"stage": 1},
-    {"stage": 1, "ranks": 2},
-    {"stage": 2},
-    {"stage": 2, "ranks": 2},
-    {"stage": 3},
-    {"stage": 3, "ranks": 2},
-    {"stage": 2, "ranks": 2, "offload_optimizer": True, "recompute": True},
-    {"stage": 3, "offload_optimizer": True},
-]
 
 
 class TestRanks(RankTrainerChecks):
     two: ClassVar = {"stage": 3, "ranks": 2}
     elsewhere: ClassVar = ({"stage": 1}, {"stage": 2, "ranks": 2})
-
-    @pytest.fixture(params=SPLITS, ids=lambda told: "-".join(f"{k}{v}" for k, v in told.items()))
-    def split(self, request: pytest.FixtureRequest) -> dict[str, Any]:
-        return request.param  # type: ignore[no-any-return]
 
     @pytest.fixture
     def reference(self, context: ComponentContext) -> Callable[[], LocalTrainer]:

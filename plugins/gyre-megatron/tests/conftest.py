@@ -6,30 +6,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gyre_core.testing.rank_fixtures import (
-    Library,
-    batches,
-    context,
-    expert_oracle,
-    folder_of,
-    oracle,
-    poison,
-    python,
-    told_logprobs,
-)
+from gyre_core.testing.rank_fixtures import *  # noqa: F403 - fixtures are found by their names
+from gyre_core.testing.rank_fixtures import Library
 from gyre_core.testing.rank_pool import RankPool
 from gyre_megatron.trainer import ENVIRONMENT, MegatronTrainer
-
-__all__ = [
-    "batches",
-    "context",
-    "expert_oracle",
-    "folder_of",
-    "oracle",
-    "poison",
-    "python",
-    "told_logprobs",
-]
 
 
 @pytest.fixture(scope="session")

@@ -82,6 +82,22 @@ def test_the_parts_of_all_ranks_tile_every_tensor_once(kind: str, ranks: int) ->
     assert all(bool((tensor == 1).all()) for tensor in full.values())
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_expert_is_on_one_expert_parallel_rank(ranks: int) -> None:
+    shape = shape_of(BASE | CONFIGS["qwen3-moe"] | {"num_experts": 4})
+    name = "decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight"
+    found = []
+    for rank in range(ranks):
+        layout = Layout(shape, 0, 1, rank, ranks)
+        for local in range(4 // ranks):
+            parts = layout.parts(name.replace("experts.0", f"experts.{local}"))
+            assert all(part.expert and not part.replicated for part in parts)
+            found += [part.name for part in parts]
+    assert found == [f"model.layers.1.mlp.experts.{e}.{p}_proj.weight" for e in range(4) for p in ("gate", "up")]
+    assert not any(part.expert for part in layout.parts("decoder.layers.1.mlp.router.weight"))
+    assert len(layout.full_shapes()) == len(Layout(shape, 0, 1).full_shapes())
+
+
 def test_heads_of_a_group_lie_together() -> None:
     """Megatron reads each group of heads as its queries, then its key, then its value."""
     shape = shape_of(BASE)
@@ -130,6 +146,10 @@ def test_splits_that_leave_a_remainder_are_refused() -> None:
             check_split(shape, tensor, pipeline)
     with pytest.raises(ConfigError, match="experts"):
         check_split(shape_of(BASE | CONFIGS["qwen3-moe"]), 2, 1)
+    check_split(shape_of(BASE | CONFIGS["qwen3-moe"]), 1, 2, 3)
+    for kind in ("qwen3-moe", "qwen3"):  # three experts, and none
+        with pytest.raises(ConfigError, match="num_experts"):
+            check_split(shape_of(BASE | CONFIGS[kind]), 1, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +157,8 @@ def test_splits_that_leave_a_remainder_are_refused() -> None:
     [
         {"sequence_parallel": True},
         {"context_parallel": 2},
-        {"expert_parallel": 2},
+        {"expert_parallel": 2, "tensor_parallel": 2},
+        {"ranks": 2, "pipeline_parallel": 2, "expert_parallel": 2},
         {"tensor_parallel": 2, "ranks": 3},
         {"tensor_parallel": 0},
     ],
@@ -150,6 +171,8 @@ def test_options_that_cannot_work_are_refused(told: dict[str, Any]) -> None:
 def test_ranks_follow_from_the_split_or_from_the_cell(tmp_path: Path) -> None:
     context = ComponentContext(str(tmp_path), "cell")
     assert world(MegatronTrainerOptions(tensor_parallel=2, pipeline_parallel=2), context) == 4
+    spread = MegatronTrainerOptions(expert_parallel=4, pipeline_parallel=2)
+    assert (world(spread, context), spread.weight_shards) == (8, (2, 8))
     cell = ComponentContext(str(tmp_path), "cell", device="cuda:0", accelerators=8)
     assert world(MegatronTrainerOptions(tensor_parallel=2), cell) == 8
     with pytest.raises(ConfigError, match="multiple"):
@@ -189,5 +212,7 @@ def test_the_shim_rewrites_places_and_nothing_else() -> None:
     assert rewritten("x.cuda(torch.cuda.current_device())") == "x.cpu()"
     assert rewritten("'torch.cuda.HalfTensor'") == "'torch.HalfTensor'"
     assert rewritten("torch.cuda.synchronize()") == "None"
+    assert "NO_STREAM" in rewritten("side = torch.cuda.Stream()")
+    assert rewritten("with torch.cuda.stream(side):") == 'with __import__("contextlib").nullcontext(side):'
     plain = "loss = (a @ b).sum() / torch.distributed.get_world_size()"
     assert rewritten(plain) == plain

@@ -11,12 +11,24 @@ import numpy as np
 import pytest
 from gyre_core import ComponentContext, WeightSource
 from gyre_core.testing.ranks import check_it_is_transformers
+from gyre_core.testing.trainer_rig import gap, step_once, weights_of
 from gyre_megatron.options import MegatronTrainerOptions
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest.mark.parametrize("told", [{}, {"pipeline_parallel": 2}, {"ranks": 2}], ids=["one", "pipeline2", "data2"])
+SPLITS: list[dict[str, Any]] = [
+    {},
+    {"pipeline_parallel": 2},
+    {"ranks": 2},
+    {"expert_parallel": 2},
+    {"expert_parallel": 2, "ranks": 4},
+    {"expert_parallel": 2, "pipeline_parallel": 2},
+    {"expert_parallel": 4, "recompute": True},
+]
+
+
+@pytest.mark.parametrize("told", SPLITS, ids=lambda told: "-".join(f"{k}{v}" for k, v in told.items()) or "one")
 async def test_it_is_transformers(
     told: dict[str, Any],
     python: str,
@@ -35,6 +47,28 @@ async def test_it_is_transformers(
         assert core.facts.experts == 4
     finally:
         await core.close()
+
+
+async def test_a_checkpoint_goes_on_where_experts_lie_otherwise(
+    python: str, folder_of: Any, context: ComponentContext, batches: Any, pooled: Any, tmp_path: Path
+) -> None:
+    base = MegatronTrainerOptions(python=python, cpu_shim=True, learning_rate=1e-2)
+    source, work = WeightSource(0, str(folder_of("qwen3-moe", layers=2))), batches(count=4)
+    found = []
+    for told in ({"expert_parallel": 2}, {}):
+        core = pooled(dataclasses.replace(base, **told), context)
+        try:
+            await core.start(source, core=True)
+            if not found:
+                await step_once(core, work, "first", tmp_path)
+                await core.save(str(tmp_path / "checkpoint"))
+            else:
+                await core.restore(str(tmp_path / "checkpoint"))
+            await step_once(core, work[:2], f"second{len(found)}", tmp_path)
+            found.append(await weights_of(core, tmp_path / f"w{len(found)}"))
+        finally:
+            await core.close()
+    assert gap(*found) < 1e-4
 
 
 async def test_recorded_experts_are_refused_and_not_chosen_anew(

@@ -18,15 +18,6 @@ from gyre_megatron.options import MegatronTrainerOptions
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 RATE = 1e-3
-SPLITS: list[dict[str, Any]] = [
-    {"ranks": 1},
-    {"tensor_parallel": 2},
-    {"pipeline_parallel": 2},
-    {"ranks": 2},
-    {"tensor_parallel": 2, "ranks": 4},
-    {"tensor_parallel": 2, "pipeline_parallel": 2},
-    {"pipeline_parallel": 3, "recompute": True},
-]
 LAYERS = 6
 """Over two stages and over three, of which the middle one has neither embedding nor head."""
 
@@ -38,10 +29,6 @@ class TestRanks(RankTrainerChecks):
     @pytest.fixture
     def folder_of(self, folder_of: Any) -> Callable[..., Path]:
         return partial(folder_of, layers=LAYERS)
-
-    @pytest.fixture(params=SPLITS, ids=lambda told: "-".join(f"{k}{v}" for k, v in told.items()))
-    def split(self, request: pytest.FixtureRequest) -> dict[str, Any]:
-        return request.param  # type: ignore[no-any-return]
 
     @pytest.fixture
     def reference(self, context: ComponentContext) -> Callable[[], LocalTrainer]:

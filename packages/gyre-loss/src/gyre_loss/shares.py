@@ -40,6 +40,17 @@ def shares(batch: TreeBatch, count: int, *, whole: bool = False) -> tuple[TreeBa
     return partition(batch, high, oversize="alone").parts
 
 
+def weightless(batch: TreeBatch) -> TreeBatch:
+    """The same tokens with no weight in the loss: for a rank that has no share but must take part in collectives.
+
+    >>> batch = TreeBatch.from_arrays(node_parent=[-1], node_start=[0, 2], token_ids=[5, 6], sampled=[False, True],
+    ...     logprobs=[float("nan"), -1], versions=[-1, 0])
+    >>> float(weightless(batch).entry_weight.sum()), weightless(batch).tokens
+    (0.0, 2)
+    """
+    return replace(batch, entry_weight=np.zeros_like(batch.entry_weight))
+
+
 def alone(batch: TreeBatch, execution: str) -> TreeBatch:
     """What of ``batch`` trains one execution: its loss entries and the tokens they depend on. ValueError for a name
     without entries here.

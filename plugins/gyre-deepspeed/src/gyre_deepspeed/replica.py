@@ -13,14 +13,12 @@ import gc
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import gyre_loss as gl
-import numpy as np
 import torch
 import torch.distributed as dist
 from gyre_core import InfrastructureError, ModelFacts
@@ -34,7 +32,7 @@ from gyre_loss.layout import Layout
 from gyre_loss.named import flat_metrics, make_objective
 from gyre_loss.pieces import inputs
 from gyre_loss.pieces import loss as loss_of
-from gyre_loss.shares import alone, shares
+from gyre_loss.shares import alone, shares, weightless
 from gyre_loss.terms import Targets, WeightedLoss, recorded_experts
 from gyre_weights.rank_share import RankShare
 from torch import Tensor, nn
@@ -239,7 +237,7 @@ class DeepSpeedReplica(RankReplica):
         engine, module, shards = self._live
         parts = shares(batch, self._seat.world, whole=self._objective.whole_executions)
         mine = self._seat.rank < len(parts)
-        part = parts[self._seat.rank] if mine else _weightless(parts[0])
+        part = parts[self._seat.rank] if mine else weightless(parts[0])
         shards.clear()
         try:
             with module.tree.session():
@@ -326,7 +324,3 @@ class DeepSpeedReplica(RankReplica):
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Of the whole parameter, also when it is partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _weightless(batch: gl.TreeBatch) -> gl.TreeBatch:
-    return replace(batch, entry_weight=np.zeros_like(batch.entry_weight))

@@ -27,7 +27,9 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"torch\.cuda\.get_rng_state\b", "torch.get_rng_state"),
     (r"torch\.cuda\.manual_seed\b", "torch.manual_seed"),
     (r"torch\.cuda\.synchronize\(\)", "None"),
-    (r"torch\.cuda\.current_stream\(\)", '__import__("gyre_megatron.cpu_shim").cpu_shim.NO_STREAM'),
+    (r"torch\.cuda\.(current_stream|Stream)\(\)", '__import__("gyre_megatron.cpu_shim").cpu_shim.NO_STREAM'),
+    (r"torch\.cuda\.stream\(", '__import__("contextlib").nullcontext('),
+    (r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:", "if torch.is_tensor(tensor):"),
 )
 _APPENDED = {
     "megatron.core.tensor_parallel.random": (
@@ -45,8 +47,9 @@ _LEFT_ALONE = (
 class _NoStream:
     """Stands for a stream where everything is in order anyway."""
 
-    def wait_stream(self, *ignored: Any) -> None:
-        """Nothing to wait for."""
+    def wait_stream(self, *ignored: Any) -> _NoStream:
+        """Nothing to wait for; also as the event that it records."""
+        return self
 
     wait_event = record_event = synchronize = wait_stream
 

@@ -145,19 +145,19 @@ def _llama3(frequency: float, rope: Mapping[str, Any]) -> float:
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
-def check_split(shape: Shape, tensor: int, pipeline: int) -> None:
+def check_split(shape: Shape, tensor: int, pipeline: int, expert: int = 1) -> None:
     """ConfigError when the model cannot be split so."""
-    for name, value, ranks in (
-        ("num_key_value_heads", shape.kv_heads, tensor),
-        ("num_attention_heads", shape.heads, tensor),
-        ("intermediate_size", shape.intermediate, tensor),
-        ("num_hidden_layers", shape.layers, pipeline),
+    for name, value, kind, ranks in (
+        ("num_key_value_heads", shape.kv_heads, "tensor_parallel", tensor),
+        ("num_attention_heads", shape.heads, "tensor_parallel", tensor),
+        ("intermediate_size", shape.intermediate, "tensor_parallel", tensor),
+        ("num_hidden_layers", shape.layers, "pipeline_parallel", pipeline),
+        ("num_experts", shape.experts, "expert_parallel", expert),
     ):
-        if value % ranks:
-            kind = "pipeline_parallel" if name == "num_hidden_layers" else "tensor_parallel"
+        if value % ranks or (ranks > 1 and not value):
             raise ConfigError(_DOING, got=f"{name} {value} over {kind} {ranks}", expected="a split without remainder")
     if shape.experts and tensor > 1:
         raise ConfigError(
             _DOING, got=f"experts over tensor_parallel {tensor}", expected="1 for mixtures of experts",
-            fix="Split them by layers (pipeline_parallel) or use the trainer deepspeed with stage 3.",
+            fix="Split them by expert_parallel or pipeline_parallel, or use the trainer deepspeed with stage 3.",
         )  # fmt: skip

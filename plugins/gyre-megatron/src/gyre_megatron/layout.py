@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gyre_megatron.families import Shape
@@ -21,22 +21,25 @@ View = Callable[[Any], Any]
 class Part:
     """A part of a local parameter: `pick` is its view of the parameter (or of a gradient or moment of equal shape),
     `take` that of the full tensor `name`; both of one shape. `replicated`: every tensor-parallel rank has it; `summed`:
-    and each computes a different share of its gradient."""
+    and each computes a different share of its gradient; `expert`: one expert-parallel rank alone has it."""
 
     name: str
     take: View
     pick: View
     replicated: bool = False
     summed: bool = False
+    expert: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Names and shares for one model on tensor rank `rank` of `ranks`."""
+    """Names and shares for one model on tensor rank `rank` of `ranks`, expert rank `expert_rank` of `expert_ranks`."""
 
     shape: Shape
     rank: int
     ranks: int
+    expert_rank: int = 0
+    expert_ranks: int = 1
 
     @property
     def padded_vocabulary(self) -> int:
@@ -108,8 +111,10 @@ class Layout:
             return [self._columns(f"{top}self_attn.o_proj.weight", s.heads * s.head_dim)]
         expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", rest)
         if expert:
-            mine, width = f"{top}mlp.experts.{expert[1]}.", s.expert_intermediate
-            return self._stacked(mine, width) if expert[2] == "linear_fc1" else [self._down(mine, width)]
+            number = int(expert[1]) + self.expert_rank * (s.experts // self.expert_ranks)
+            mine, width = f"{top}mlp.experts.{number}.", s.expert_intermediate
+            found = self._stacked(mine, width) if expert[2] == "linear_fc1" else [self._down(mine, width)]
+            return [replace(part, expert=True) for part in found]
         if rest == "mlp.linear_fc1.weight":
             return self._stacked(f"{top}mlp.", s.intermediate)
         if rest == "mlp.linear_fc2.weight":

@@ -54,17 +54,20 @@ def complete_experts() -> None:
         library.te_general_gemm = None
 
 
-def config_of(shape: Shape, *, tensor: int, pipeline: int, dtype: torch.dtype, recompute: bool, cpu: bool) -> Any:
+def config_of(shape: Shape, options: Any, *, dtype: torch.dtype, cpu: bool) -> Any:
     """Megatron's configuration. What needs apex, TransformerEngine or fused kernels is off."""
+    tensor, pipeline, expert = options.tensor_parallel, options.pipeline_parallel, options.expert_parallel
     experts: dict[str, Any] = {}
     if shape.experts:
         experts = {
             "num_moe_experts": shape.experts, "moe_router_topk": shape.experts_per_token,
             "moe_ffn_hidden_size": shape.expert_intermediate, "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0, "moe_router_score_function": "softmax", "moe_router_pre_softmax": False,
-            "moe_token_dispatcher_type": "allgather", "moe_grouped_gemm": False, "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall" if expert > 1 else "allgather",  # ranks have unequal tokens
+            "moe_grouped_gemm": False, "moe_router_dtype": "fp32", "expert_model_parallel_size": expert,
+            "expert_tensor_parallel_size": 1,
         }  # fmt: skip
-    if recompute:
+    if options.recompute:
         experts |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=shape.layers, hidden_size=shape.hidden, num_attention_heads=shape.heads,

@@ -16,7 +16,7 @@ class MegatronTrainerOptions(RankTrainerOptions):
     """What every trainer with ranks has, and how Megatron splits the model over them.
 
     The number of ranks is tensor_parallel x pipeline_parallel x data_parallel; what the first two leave is data
-    parallel.
+    parallel, and expert_parallel divides that: such ranks see different tokens and send them to where an expert is.
     """
 
     tensor_parallel: int = 1
@@ -31,7 +31,7 @@ class MegatronTrainerOptions(RankTrainerOptions):
     context_parallel: int = 1
     """Only 1: context parallelism needs TransformerEngine's attention, which takes no tree mask."""
     expert_parallel: int = 1
-    """Only 1: every rank of a stage has all experts of its layers."""
+    """Data-parallel ranks that share each layer's experts; must divide their number. Not with tensor_parallel."""
     cpu_shim: bool = False
     """For tests without a GPU: rewrite, at import, the places where Megatron-Core calls torch.cuda. Never on a GPU."""
 
@@ -49,14 +49,25 @@ class MegatronTrainerOptions(RankTrainerOptions):
                 f"options of MegatronTrainerOptions: context_parallel {self.context_parallel}, expected 1 (it needs "
                 "TransformerEngine's attention, which takes no tree mask)"
             )
-        if self.expert_parallel != 1:
+        if self.expert_parallel > 1 and self.tensor_parallel > 1:
             raise ValueError(
-                f"options of MegatronTrainerOptions: expert_parallel {self.expert_parallel}, expected 1 (split a "
-                "mixture of experts by pipeline_parallel)"
+                f"options of MegatronTrainerOptions: expert_parallel {self.expert_parallel} with tensor_parallel "
+                f"{self.tensor_parallel}, expected one of them to be 1 (Megatron-Core trains such layers with sequence "
+                "parallelism alone)"
             )
-        split = self.tensor_parallel * self.pipeline_parallel
-        if self.ranks and self.ranks % split:
+        if self.ranks and self.ranks % self.split:
             raise ValueError(
                 f"options of MegatronTrainerOptions: {self.ranks} ranks, expected a multiple of tensor_parallel x "
-                f"pipeline_parallel = {split}"
+                f"pipeline_parallel x expert_parallel = {self.split}"
             )
+
+    @property
+    def weight_shards(self) -> tuple[int, int]:
+        """Over how many ranks weights, gradients and optimizer state are sharded: those of experts last."""
+        plain = self.tensor_parallel * self.pipeline_parallel
+        return plain, plain * self.expert_parallel
+
+    @property
+    def split(self) -> int:
+        """Ranks that hold every weight once or more: the least there can be."""
+        return self.tensor_parallel * self.pipeline_parallel * self.expert_parallel

@@ -34,7 +34,7 @@ from gyre_loss.metrics import LossMetrics
 from gyre_loss.named import flat_metrics, make_objective
 from gyre_loss.pieces import ModelInputs, TreeAttention, inputs
 from gyre_loss.pieces import loss as loss_of
-from gyre_loss.shares import alone, shares
+from gyre_loss.shares import alone, shares, weightless
 from gyre_loss.terms import Targets
 from gyre_weights.rank_share import RankShare
 from torch import Tensor, nn
@@ -88,8 +88,10 @@ class MegatronReplica(RankReplica):
         )  # fmt: skip
         self._mpu: Any = import_module("megatron.core.parallel_state")
         self._mpu.initialize_model_parallel(
-            tensor_model_parallel_size=options.tensor_parallel, pipeline_model_parallel_size=options.pipeline_parallel
-        )
+            tensor_model_parallel_size=options.tensor_parallel,
+            pipeline_model_parallel_size=options.pipeline_parallel,
+            expert_model_parallel_size=options.expert_parallel, expert_tensor_parallel_size=1,
+        )  # fmt: skip
         random: Any = import_module("megatron.core.tensor_parallel.random")
         random.model_parallel_cuda_manual_seed(seat.body["seed"] or 1)
         self._trees: Trees = {}
@@ -109,18 +111,19 @@ class MegatronReplica(RankReplica):
 
     def _shape(self, folder: Path) -> Shape:
         shape = shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        check_split(shape, self._options.tensor_parallel, self._options.pipeline_parallel)
+        options = self._options
+        check_split(shape, options.tensor_parallel, options.pipeline_parallel, options.expert_parallel)
         return shape
 
     def build(self, folder: Path, core: bool) -> None:
         """Model, gradient buffers and, for the core, the optimizer."""
         distributed: Any = import_module("megatron.core.distributed")
         shape, options = self._shape(folder), self._options
-        layout = Layout(shape, self._mpu.get_tensor_model_parallel_rank(), options.tensor_parallel)
-        self._config = config_of(
-            shape, tensor=options.tensor_parallel, pipeline=options.pipeline_parallel, dtype=_TRAIN[options.dtype],
-            recompute=options.recompute, cpu=self._device.type == "cpu",
+        layout = Layout(
+            shape, self._mpu.get_tensor_model_parallel_rank(), options.tensor_parallel,
+            self._mpu.get_expert_model_parallel_rank(), options.expert_parallel,
         )  # fmt: skip
+        self._config = config_of(shape, options, dtype=_TRAIN[options.dtype], cpu=self._device.type == "cpu")
         model = TreeModel(self._config, shape, layout.padded_vocabulary, self._trees)
         kept = model.frequencies
         model.to(device=self._device, dtype=_TRAIN[options.dtype])
@@ -186,13 +189,15 @@ class MegatronReplica(RankReplica):
     # Which pieces this rank has
 
     def _pieces(self, tensors: Sequence[Tensor]) -> list[Piece]:
-        """Of tensors shaped like the held parameters. Owner: the first data-parallel rank, the first tensor-parallel
-        one for what is replicated, the first stage for tied embeddings."""
+        """Of tensors shaped like the held parameters. Owner: the first data-parallel rank (of an expert: among those
+        that have it), the first tensor-parallel one for what is replicated, the first stage for tied embeddings."""
         first_data = self._mpu.get_data_parallel_rank() == 0
+        first_expert = self._mpu.get_expert_data_parallel_rank() == 0
         first_tensor = self._mpu.get_tensor_model_parallel_rank() == 0
 
         def owned(held: Held, part: Part) -> bool:
-            return first_data and (first_tensor or not part.replicated) and not held.copy
+            first = first_expert if part.expert else first_data
+            return first and (first_tensor or not part.replicated) and not held.copy
 
         return [
             Piece(part.name, part.take, part.pick(tensor), owned(held, part))
@@ -296,14 +301,18 @@ class MegatronReplica(RankReplica):
         whole = self._objective.whole_executions
         data, index = self._mpu.get_data_parallel_world_size(), self._mpu.get_data_parallel_rank()
         cut = shares(batch, data, whole=whole)
-        if index >= len(cut):
+        mine = index < len(cut)
+        if not mine and self._options.expert_parallel == 1:
             return True, None
         stages = self._options.pipeline_parallel
         count = (self._options.pipeline_batches or 2 * stages) if stages > 1 else 1
+        parts = list(shares(cut[index] if mine else weightless(cut[0]), count, whole=whole))
+        if self._options.expert_parallel > 1:  # all of them are needed in every pass, wherever the experts are
+            parts += [weightless(parts[0])] * (count - len(parts))
         self._ddp.zero_grad_buffer()
         try:
-            seen = self._run(shares(cut[index], count, whole=whole), train=True)
-            return self._take(keep=keep), seen
+            seen = self._run(parts, train=True)
+            return self._take(keep=keep), seen if mine else None
         finally:
             self._trees.clear()
             self._ddp.zero_grad_buffer()
@@ -333,7 +342,8 @@ class MegatronReplica(RankReplica):
         mpu = self._mpu
         for held, total in zip(self._held, sums, strict=True):
             if mpu.get_data_parallel_world_size() > 1:
-                _gather(total, mpu.get_data_parallel_group())
+                expert = any(part.expert for part in held.parts)
+                _gather(total, mpu.get_expert_data_parallel_group() if expert else mpu.get_data_parallel_group())
             if any(part.summed for part in held.parts) and self._options.tensor_parallel > 1:
                 _gather(total, mpu.get_tensor_model_parallel_group())
         _, layout = self._live

@@ -24,13 +24,13 @@ ENVIRONMENT = Path(__file__).with_name("environment.toml")
 
 def world(options: MegatronTrainerOptions, context: ComponentContext) -> int:
     """How many ranks; ConfigError when the model's split does not divide them."""
-    split = options.tensor_parallel * options.pipeline_parallel
+    split = options.split
     on_cpu = context.device == "cpu"
     found = (options.ranks or split) if on_cpu else max(world_of(options.ranks, context), options.ranks)
     if found % split:
         raise ConfigError(
             "starting Megatron's ranks", got=f"{found} of them",
-            expected=f"a multiple of tensor_parallel x pipeline_parallel = {split}",
+            expected=f"a multiple of tensor_parallel x pipeline_parallel x expert_parallel = {split}",
             fix="Change the cell's accelerators, or how the model is split.",
         )  # fmt: skip
     return found

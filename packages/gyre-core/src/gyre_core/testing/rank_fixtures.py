@@ -1,4 +1,4 @@
-"""pytest fixtures that the suites of every trainer with ranks need; a conftest imports them by name.
+"""pytest fixtures that the suites of every trainer with ranks need; a conftest imports them all.
 
 It gives two itself: `library` (a `Library`), and `pooled`, which makes trainers that share ranks (`rank_pool`), at the
 scope that its tests' event loop has. Tiny models and trees are the embedded trainer's own (`tiny_models.py` and
@@ -20,6 +20,18 @@ from gyre_core.engine import WeightSource
 from gyre_core.registration import ComponentContext
 from gyre_core.testing.ranks import Poison
 from gyre_core.testing.support import environment_python, load_module
+
+__all__ = [
+    "batches",
+    "context",
+    "expert_oracle",
+    "folder_of",
+    "oracle",
+    "poison",
+    "python",
+    "told_logprobs",
+]
+"""What `from gyre_core.testing.rank_fixtures import *` brings into a conftest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,8 +95,9 @@ class RankPool:
 
 
 def _key(options: Any) -> str:
-    """Options that ranks cannot tell apart have one; how versions travel is the cell's affair."""
-    return repr(dataclasses.replace(options, publish="disk", full_every=1))
+    """Options that ranks cannot tell apart have one: how versions travel is the cell's affair, and so is the rate of
+    each step."""
+    return repr(dataclasses.replace(options, publish="disk", full_every=1, learning_rate=1.0))
 
 
 def _pooled(trainer: type[Any], pool: RankPool) -> type[Any]:

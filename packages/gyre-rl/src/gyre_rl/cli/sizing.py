@@ -28,6 +28,7 @@ def size(config: RunConfig, shape: ModelShape) -> Estimate:
         accelerator_gib=config.cells.accelerator_gib,
         micro_batch_tokens=config.loss.micro_batch_tokens,
         context_tokens=config.limits.max_context_tokens or config.loss.micro_batch_tokens,
+        weight_shards=getattr(config.trainer.options, "weight_shards", None),
     )
 
 

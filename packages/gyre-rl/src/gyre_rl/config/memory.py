@@ -7,9 +7,10 @@
     one layer recomputed, and a tile of logits                TRAIN
     key and value of a token                       4 L G D    ROLLOUT, from what is left
 
-all but the activations divided by the cell's accelerators, over which every supported trainer and engine shards them.
+all but the activations divided by the cell's accelerators, over which trainers and engines shard them; a trainer that
+keeps copies says over how many it shards what every token meets and what experts have (`weight_shards` of its options).
 H is the hidden size, G the key-value heads, D their size. Invariant: pure, and on the careful side: activations are not
-divided. It does not know of an engine's or trainer's own options, of fragmentation beyond `RESERVED`, or of quantised
+divided. It does not know of an engine's or trainer's other options, of fragmentation beyond `RESERVED`, or of quantised
 weights.
 """
 
@@ -48,6 +49,11 @@ class ModelShape:
     def parameters(self) -> int:
         """All weights; norms and biases, less than a thousandth, are left out."""
         return self._with_experts(self.experts or 1)
+
+    @property
+    def of_experts(self) -> int:
+        """Weights of all experts; 0 in a dense model."""
+        return self.layers * 3 * self.hidden * self.feed_forward * self.experts
 
     @property
     def active(self) -> int:
@@ -100,17 +106,25 @@ class Estimate:
 
 
 def estimate(
-    shape: ModelShape, *, accelerators: int, accelerator_gib: float, micro_batch_tokens: int, context_tokens: int
+    shape: ModelShape,
+    *,
+    accelerators: int,
+    accelerator_gib: float,
+    micro_batch_tokens: int,
+    context_tokens: int,
+    weight_shards: tuple[int, int] | None = None,
 ) -> Estimate:
-    """The memory of a cell of `accelerators` devices with `accelerator_gib` GiB each."""
+    """The memory of a cell of `accelerators` devices with `accelerator_gib` GiB each. `weight_shards`: over how many of
+    them the trainer shards what every token meets, and what experts have; None: over all."""
     weights = 2 * shape.parameters // accelerators
-    gradients = 4 * shape.parameters // accelerators
-    moments = 12 * shape.parameters // accelerators
+    plain, expert = weight_shards or (accelerators, accelerators)
+    held = (shape.parameters - shape.of_experts) // plain + shape.of_experts // expert
+    gradients, moments = 4 * held, 12 * held
     tokens = max(micro_batch_tokens, context_tokens)  # a tree longer than a micro-batch makes one of its own
     kept = 2 * tokens * shape.layers * shape.hidden
     layer = 2 * tokens * (8 * shape.hidden + 4 * shape.feed_forward * max(shape.experts_per_token, 1))
     logits = 2 * 4 * LOGIT_TILE_ROWS * shape.vocabulary // accelerators
-    satellite = weights + gradients + kept + layer + logits + RESERVED
+    satellite = 2 * held + gradients + kept + layer + logits + RESERVED
     usable = int(USABLE * accelerator_gib * GIB)
     kv_tokens = max(0, usable - weights - RESERVED) * accelerators // shape.kv_bytes_per_token
     return Estimate(weights, satellite, satellite + moments, usable, kv_tokens, kv_tokens // context_tokens)
