@@ -16,7 +16,7 @@ def gyre_register() -> Iterable[Registration]:
             "megatron",
             "gyre_megatron.trainer:MegatronTrainer",
             options="gyre_megatron.options:MegatronTrainerOptions",
-            summary="Megatron-Core with tree attention: tensor, pipeline, expert and data parallel; Qwen3, Qwen2, Llama",
+            summary="Megatron-Core on trees: tensor, pipeline, expert and data parallel; Qwen3, Qwen2, Llama",
             requires=("gyre_loss",),
         )
     ]
