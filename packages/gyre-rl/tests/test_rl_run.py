@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gyre_core import BatchStats, ConfigError, Contribution, InfrastructureError, ScorerSpec, Task
+from gyre_core import BatchStats, ConfigError, Contribution, ExecutionStatus, InfrastructureError, ScorerSpec, Task
+from gyre_loss.groups import Status as LossStatus
 from gyre_loss.serial import from_bytes
 from gyre_rl.agents.host import AgentEvents
 from gyre_rl.agents.rests import Rests
@@ -24,6 +25,7 @@ from gyre_rl.run.resume import read_past
 from gyre_rl.run.rollout import seed_of
 from gyre_rl.run.stream import TaskStream, group_index, group_name
 from gyre_rl.views import events as ev
+from gyre_sched import EndStatus
 from gyre_tito import CallRecord, ExecutionSpec, Score, Status, Store
 from hypothesis import given
 from hypothesis import strategies as st
@@ -341,3 +343,10 @@ def test_experts_that_engines_recorded_reach_the_micro_batches():
     without = [Member(m.execution, m.status, m.score, tree(None)) for m in members]
     (plain,) = build_group("g", 0, without, LossConfig(), trainer_version=0).batches
     assert from_bytes(bytearray(plain.blob)).routed_experts is None
+
+
+@pytest.mark.parametrize("status", ExecutionStatus)
+def test_every_part_means_the_same_by_a_status(status):
+    trains = status in (ExecutionStatus.COMPLETED, ExecutionStatus.TIMEOUT, ExecutionStatus.TRUNCATED)
+    assert status.trains == EndStatus(status.value).trains == LossStatus(status.value).trains == trains
+    assert Status(status.value).value == status.value

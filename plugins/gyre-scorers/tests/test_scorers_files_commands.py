@@ -45,9 +45,11 @@ async def test_a_cut_execution_is_scored_partially(workspace, context, job):
         (ExecutionStatus.TRUNCATED, False),
         (ExecutionStatus.COMPLETED, True),
     ):
-        score = await FilesScorer(None, context).score(job(options, status), workspace)
-        assert (score.value, score.complete) == (1.0, complete)
-        assert score.why == ("" if complete else "the reason")
+        commands = {"milestones": [{"run": "test -f a"}]}
+        for scorer, asked in ((FilesScorer, options), (CommandsScorer, commands)):
+            score = await scorer(None, context).score(job(asked, status), workspace)
+            assert (score.value, score.complete) == (1.0, complete)
+            assert score.why == ("" if complete else "the reason")
 
 
 async def test_without_strip_bytes_must_agree(workspace, context, job):

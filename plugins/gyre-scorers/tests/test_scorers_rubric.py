@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gyre_core import ConfigError, InfrastructureError, Kind, PluginManager
+from gyre_core import ConfigError, ExecutionStatus, InfrastructureError, Kind, PluginManager
 from gyre_core.testing.endpoint import Refuse, Say, ScriptedEndpoint
 from gyre_scorers.options import RubricOptions
 from gyre_scorers.rubric import RubricScorer, read_verdict
@@ -15,12 +15,12 @@ OPTIONS = {
 }
 
 
-async def judge(workspace, context, job, answer, options=OPTIONS):
+async def judge(workspace, context, job, answer, options=OPTIONS, status=ExecutionStatus.COMPLETED):
     async with ScriptedEndpoint(answer) as endpoint:
         scorer = RubricScorer(
             RubricOptions(base_url=endpoint.address.base_url, model="j", concurrent=1, retry_first_s=0.01), context
         )
-        return await scorer.score(job(options), workspace), endpoint.requests
+        return await scorer.score(job(options, status), workspace), endpoint.requests
 
 
 async def test_each_criterion_is_asked(workspace, context, job):
@@ -38,6 +38,13 @@ async def test_each_criterion_is_asked(workspace, context, job):
     ]
     assert "Dear you" in requests[0].body["messages"][1]["content"]
     assert "A letter." in requests[0].body["messages"][1]["content"]
+
+
+@pytest.mark.parametrize("status", [ExecutionStatus.TIMEOUT, ExecutionStatus.TRUNCATED])
+async def test_what_a_cut_execution_left_is_judged_as_partial(workspace, context, job, status):
+    await workspace.write("a.txt", b"Dear")
+    score, _ = await judge(workspace, context, job, lambda _: Say('{"verdict": "yes"}'), status=status)
+    assert (score.value, score.complete, score.why) == (1.0, False, "the reason")
 
 
 async def test_a_judge_behind_the_recording_proxy(workspace, context, job, tmp_path):
