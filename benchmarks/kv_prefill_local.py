@@ -15,7 +15,7 @@ from gyre_kvxfer import MigrationServer, MovePolicy, migrate
 from gyre_local.options import LocalEngineOptions
 from gyre_local.serve.engine import LocalEngine
 from gyre_rl.cell.kv import EngineKV
-from kv_prefill_support import Moved, nothing_yet, prompt_of, sample, summary
+from kv_prefill_support import Moved, nothing_yet, prompt_of, sample, shape_of, summary
 
 KEY = b"benchmark"
 
@@ -63,6 +63,8 @@ class LocalPair:
 
     name = "gyre-local"
     short = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+    model = shape_of(256, 4)
+    """14 million parameters, KV of 2 KB a token in float32; a token every 4 ms."""
 
     def __init__(self, folder: str, run_dir: str, longest: int) -> None:
         self._folder, self._longest = folder, longest
@@ -91,6 +93,9 @@ class LocalPair:
         self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
         return await asyncio.to_thread(self._read)
+
+    async def wake(self) -> None:
+        """Engines of this kind do not sleep."""
 
     async def fill(self, session: str, n: int) -> list[int]:
         """Compute the session at the source; its context."""

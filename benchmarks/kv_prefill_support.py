@@ -15,20 +15,23 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 VOCAB = 1024
 
 
-def make_model(folder: str, longest: int) -> dict[str, int]:
-    """A random Qwen3 whose prefill costs something: 14 million parameters, KV of 2 KB a token in float32."""
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": 256,
+def shape_of(hidden: int, layers: int) -> dict[str, int]:
+    """A Qwen3 with few heads and a wide feed-forward part: as with real models, most of a prefill is not attention."""
+    return {
+        "hidden_size": hidden,
         "intermediate_size": 4096,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
     }
+
+
+def make_model(folder: str, longest: int, shape: dict[str, int]) -> None:
+    """A random model of this shape."""
+    torch.manual_seed(0)
     config = Qwen3Config(**shape, vocab_size=VOCAB, max_position_embeddings=2 * longest, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return shape
 
 
 def prompt_of(session: str, n: int) -> list[int]:
@@ -74,10 +77,13 @@ class Pair(Protocol):
 
     name: str
     short: tuple[int, ...]
+    model: dict[str, int]
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
+
+    async def wake(self) -> None: ...
 
     async def fill(self, session: str, n: int) -> list[int]: ...
 
@@ -91,7 +97,7 @@ class Pair(Protocol):
 def summary(part: dict[str, Any], rest: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
     """A live move: `part` at the source, `rest` at the destination, `alone` the same call without a move."""
     got, want = part["logprobs"] + rest["logprobs"], alone["logprobs"]
-    gap = 1e3 * float(np.median(np.diff(alone["at"])))
+    gap = 1e3 * float(np.median(np.diff(alone["at"])) or np.mean(np.diff(alone["at"])))
     pause = 1e3 * (rest["at"][0] - part["at"][-1])
     return {
         "sampled_before": len(part["ids"]),

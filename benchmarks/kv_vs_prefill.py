@@ -1,11 +1,16 @@
 """A session's next token after moving its KV, against prefilling it again; and a live move while it decodes.
 
-Two engines of a kind with the same model: gyre-local in two processes, and two vLLM servers on the CPU. For each
-length: seconds from the decision to the next token at the destination, with the KV moved and without. The rule is fed
-with every second length and predicts the break-even, which is compared with the one measured. From 4,096 tokens on the
+Two engines of a kind with one model: gyre-local in two processes, and two vLLM servers on the CPU. For each length:
+seconds from the decision to the next token at the destination, with the KV moved and without. The rule is fed with
+every second length and predicts the break-even, which is compared with the one measured. From 4,096 tokens on the
 source's own prefill runs beside the destination's, each on a core. Prints one JSON object as its last line.
 
+A long run may be made in parts: `--parts` says which lengths (and `live`) to measure now, `--resume FILE` keeps what
+was measured and goes on from it, and `--servers` names vLLM servers that run already (see kv_prefill_vllm.py). Figures
+are derived when all parts are there; the same lengths measured again replace the older ones.
+
 python benchmarks/kv_vs_prefill.py [--json] [--engines gyre-local,vllm] [--longest 32768]
+python benchmarks/kv_vs_prefill.py --json --engines vllm --servers URL,URL --resume FILE --parts 4096,8192
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +40,7 @@ PAIRS = {pair.name: pair for pair in (LocalPair, VLLMPair)}
 async def prefill(pair: Pair, session: str, n: int) -> float:
     """Seconds to the next token of a context that the destination has never seen."""
     context = prompt_of(session, n)
+    await pair.wake()
     began = time.monotonic()
     return (await pair.next_token(session, context))["at"][0] - began
 
@@ -48,6 +55,7 @@ async def one_length(pair: Pair, n: int, repeat: int) -> dict[str, float]:
         else:
             context, alone = await pair.fill(session, n), await prefill(pair, f"fresh-{n}-{i}", n + 1)
         prefilled.append(alone)
+        await pair.wake()
         began = time.monotonic()
         move = await pair.move(session)
         after = await pair.next_token(session, context)
@@ -86,38 +94,72 @@ async def best_live(pair: Any, n: int) -> dict[str, Any]:
     return {"tokens": n, **best, "allowed_ms": round(allowed, 2), "within": best["pause_ms"] <= allowed}
 
 
-async def measure(pair: Any, longest: int, repeat: int) -> dict[str, Any]:
-    """All lengths and the live moves of a pair."""
-    lengths = [n for n in pair.short + LONG if n <= longest]
+async def measure(
+    pair: Any, how: argparse.Namespace, parts: set[str], found: dict[str, Any]
+) -> AsyncIterator[dict[str, Any]]:
+    """These lengths and live moves of a pair, with those `found` before; again after each of them."""
+    found = found if found.get("model") == pair.model else {}
+    rows = {int(row["tokens"]): row for row in found.get("lengths", [])}
+    live = found.get("live", [])
     await pair.start()
     try:
         await one_length(pair, 64, 2)
-        rows = [await one_length(pair, n, repeat) for n in lengths if n not in LONG]
-        live = [await best_live(pair, n) for n in (300, min(2048, longest // 2))]
-        rows += [await one_length(pair, n, 1) for n in lengths if n in LONG]
+        if "live" in parts:
+            live = [await best_live(pair, n) for n in (300, min(2048, how.longest // 2))]
+        for n in [0, *pair.short, *LONG]:
+            if str(n) in parts:
+                rows[n] = await one_length(pair, n, 1 if n in LONG else how.repeat)
+            if n == 0 or str(n) in parts:
+                yield {"model": pair.model, "lengths": [rows[n] for n in sorted(rows)], "live": live}
     finally:
         await pair.close()
+
+
+def derived(pair: dict[str, Any], longest: int) -> dict[str, Any]:
+    """What follows from a pair's measurements; nothing while some are missing."""
+    rows = pair["lengths"]
+    if not rows or rows[-1]["tokens"] != longest or not pair["live"]:
+        return pair
     measured, told = crossing(rows), predicted(rows)
-    out: dict[str, Any] = {"lengths": rows, "breakeven_measured": measured, "breakeven_predicted": told}
+    out = pair | {"breakeven_measured": measured, "breakeven_predicted": told}
     if measured and told:
         out["breakeven_error"] = round(abs(told - measured) / measured, 3)
-    out[f"ratio_{longest // 1024}k"] = round(rows[-1]["prefilled_s"] / rows[-1]["moved_s"], 1)
-    return out | {"live": live}
+    return out | {f"ratio_{longest // 1024}k": round(rows[-1]["prefilled_s"] / rows[-1]["moved_s"], 1)}
 
 
-async def measure_all(names: list[str], longest: int, repeat: int) -> dict[str, Any]:
+async def measure_all(how: argparse.Namespace) -> dict[str, Any]:
     """Every pair; on top what must hold for each: the worst break-even, the worst ratio, the worst live move."""
-    out: dict[str, Any] = {}
+    out: dict[str, Any] = json.loads(how.resume.read_text()) if how.resume and how.resume.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
-        out["model"] = make_model(f"{folder}/model", longest)
-        for name in names:
-            out[name] = await measure(PAIRS[name](f"{folder}/model", folder, longest), longest, repeat)
-    return out | worst([out[name] for name in names])
+        for name in how.engines.split(","):
+            kind = PAIRS[name]
+            make_model(f"{folder}/{name}", how.longest, kind.model)
+            every = {str(n) for n in kind.short + LONG if n <= how.longest} | {"live"}
+            parts = set(how.parts.split(",")) if how.parts else every
+            if parts - every:
+                raise SystemExit(f"--parts: got {sorted(parts - every)}, expected some of {sorted(every)}")
+            more = {"urls": how.servers.split(",")} if how.servers and name == VLLMPair.name else {}
+            pair = kind(f"{folder}/{name}", folder, how.longest, **more)
+            async for so_far in measure(pair, how, parts, out.get(name, {})):
+                out[name] = derived(so_far, how.longest)
+                out |= worst([out[name] for name in PAIRS if name in out]) | {"hardware": hardware()}
+                if how.resume:
+                    how.resume.write_text(json.dumps(out) + "\n")
+    return out
+
+
+def hardware() -> dict[str, Any]:
+    """Where this was measured."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((x.split(":")[1].strip() for x in lines if "model name" in x), platform.machine())
+    return {"cpu": model, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
 
 
 def worst(pairs: list[dict[str, Any]]) -> dict[str, Any]:
     """What must hold for each, of the pair where it holds least."""
     live = [move for pair in pairs for move in pair["live"]]
+    if not all("breakeven_predicted" in pair for pair in pairs):
+        return {}
     found = {name for pair in pairs for name in pair if name.startswith("ratio")}
     return {
         "breakeven_error": max(pair.get("breakeven_error", 9.9) for pair in pairs),
@@ -134,14 +176,13 @@ def main() -> None:
     parser.add_argument("--engines", default=",".join(PAIRS))
     parser.add_argument("--longest", type=int, default=32768)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--parts", default="", help="lengths to measure, and `live`; all unless given")
+    parser.add_argument("--resume", type=Path, help="a file that keeps what was measured")
+    parser.add_argument("--servers", default="", help="addresses of two vLLM servers that run already")
     args = parser.parse_args()
-    names = args.engines.split(",")
-    result = asyncio.run(measure_all(names, args.longest, args.repeat))
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((x.split(":")[1].strip() for x in lines if "model name" in x), platform.machine())
-    result["hardware"] = {"cpu": model, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    result = asyncio.run(measure_all(args))
     if not args.json:
-        for name in names:
+        for name in args.engines.split(","):
             for row in result[name]["lengths"]:
                 print(f"{name} {row['tokens']:6}: moved {row['moved_s']:.4f} s, prefilled {row['prefilled_s']:.4f} s")
     print(json.dumps(result))

@@ -90,7 +90,12 @@ async def test_all_die_when_the_weights_change(engines: Any, ask: Any, folder_of
     await engine.kv_keep_digests(make)
     await ask(engine, prompt_of(100), 4, name="a", session="s")
     before = len(make.asked)
+    blocks = list(range(4096 // SIZE))
+    known = [len(await engine._worker.do(lambda core, b=b: core.pool.digests.of([b]))) for b in make.asked]
+    assert known == [1] * 6
     await engine.update_weights(WeightSource(1, str(folder_of("qwen3", 1))))
+    known = [len(await engine._worker.do(lambda core, b=b: core.pool.digests.of([b]))) for b in blocks]
+    assert not any(known)
     await ask(engine, prompt_of(100), 4, name="b", session="s")
     found, full = await pinned(engine)
     assert found.version == 1

@@ -203,8 +203,8 @@ class KVConfig:
     transport: str = "auto"
     """The first that works ("auto"), or one by name: "process_vm", "nixl", "shm", "tcp", or what a plugin brings."""
     digest: Literal["", "fast", "strong"] = ""
-    """Digests of blocks that a move compares: "fast" finds damaged, stale and foreign blocks; "strong" is BLAKE2b. A
-    cell begins to sum when the move does, which makes it about a third longer with "fast"."""
+    """Digests of blocks that a move compares: "fast" finds damaged, stale and foreign blocks; "strong" is BLAKE2b. The
+    embedded engine sums a block when it fills; others when a move begins, which makes it a third longer with "fast"."""
     finite: bool = False
     """Refuse KV with NaN or infinity in it."""
 
