@@ -326,7 +326,7 @@ async def test_a_session_goes_on_on_another_real_server(
         assert taken.computed <= 33
         assert taken.nbytes == (len(context) - taken.computed) * token_bytes(tiny_sources[0])
         result = await call(b, context, 20, name="on", session="s")
-        assert result.cached >= len(context) - taken.computed - 1
+        assert result.cached >= len(context) // 32 * 32, "whole blocks stay; what came of the last one does not"
         assert_greedy(rig, 0, context, result)
         server = b._state.server
         assert server is not None
