@@ -174,7 +174,9 @@ def twinned(text: str, seed: int = 0, path: str = "tests/test_m.py"):
 def test_a_twin_is_a_test_of_the_file_with_an_end_that_cannot_hold(seed):
     text, names, twins = twinned(TESTS, seed)
     (name,) = names
-    added = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name == name]
+    added = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name == f"_{name}"
+    ]
     assert len(added) == 1
     left, right = ast.unparse(added[0].body[-1]).removeprefix("assert ").split(" == ")
     assert left != right
@@ -197,7 +199,60 @@ def test_what_may_end_early_or_is_no_test_has_no_twin():
     assert twinned(inner, path="tests/helper.py")[:2] == (inner, frozenset())
     text, names, _ = twinned("".join(f"def test_{n}(): pass\n" for n in range(50)))
     assert len(names) == 3
-    assert text.count("def test_") == 53
+    assert text.count("def test_") == 50
+    assert text.count("def _test_") == 3
+    for test in ("@given(x=1)\ndef test_a(x): pass\n", "@unittest.expectedFailure\ndef test_a(): pass\n"):
+        assert twinned(test)[:2] == (test, frozenset())
+
+
+ORDERED = """
+import mod
+
+made = []
+
+class TestBook:
+    pages = []
+    def test_1_empty(self):
+        assert self.pages == []
+    def test_2_write(self):
+        self.pages.append(mod.f(1))
+        assert self.pages == [2]
+    def test_3_read(self):
+        assert self.pages == [2]
+
+def test_first():
+    made.append(mod.f(1))
+    assert len(made) == 1
+
+def test_second():
+    made.append(mod.f(2))
+    assert made == [2, 3]
+    made.append(4)
+
+def test_third():
+    assert made.pop() == 4
+    assert made == [2, 3]
+"""
+
+
+async def test_tests_that_build_on_each_other_meet_no_twin(score):
+    """Their twins come after all of them, whichever are chosen."""
+    options = {"files": {"tests/test_mod.py": ORDERED}, "targets": ["tests"], "count": 6}
+    for _ in range(6):
+        result = await score({"mod.py": "def f(a):\n    return a + 1\n"}, options)
+        assert result.value == 1.0, [(each.name, each.evidence) for each in result.milestones if not each.passed]
+
+
+@pytest.mark.parametrize("twins", [True, False])
+async def test_a_suite_can_do_without_twins(score, twins):
+    """A class that `unittest` takes by name and whose tests count how many went before."""
+    tests = "import unittest\nimport mod\nclass TestA(unittest.TestCase):\n    done = []\n" + "".join(
+        f"    def test_{n}(self):\n        self.done.append(mod.f(0))\n        assert len(self.done) == {n}\n"
+        for n in (1, 2)
+    )
+    options = {"files": {"tests/test_mod.py": tests}, "targets": ["tests"], "count": 2, "twins": twins}
+    values = {(await score({"mod.py": "def f(a):\n    return a + 1\n"}, options)).value for _ in range(8)}
+    assert values == {1.0} if not twins else 0.5 in values
 
 
 def test_a_twin_that_passed_or_was_not_run_makes_the_run_void():

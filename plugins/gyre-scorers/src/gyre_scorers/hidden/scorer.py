@@ -20,7 +20,7 @@ import time
 from gyre_core import ComponentContext, ExecRequest, ExecResult, InfrastructureError, Score, ScoringJob, Workspace
 
 from gyre_scorers.hidden import guard
-from gyre_scorers.hidden.suite import Results, Suite, milestones, read_suite, signed_records
+from gyre_scorers.hidden.suite import NO_TWINS, Results, Suite, milestones, read_suite, signed_records
 from gyre_scorers.hidden.tools import pytest_archive
 from gyre_scorers.hidden.twins import Twins, with_twins
 from gyre_scorers.options import PytestOptions
@@ -41,8 +41,10 @@ class PytestScorer:
     async def score(self, job: ScoringJob, workspace: Workspace) -> Score:
         """One milestone per test."""
         suite = await asyncio.to_thread(read_suite, job.task, self._base_dir)
-        twins = await asyncio.to_thread(with_twins, suite.files, random.Random(secrets.token_bytes(16)))
-        suite = dataclasses.replace(suite, files=twins.files)
+        twins = NO_TWINS
+        if suite.twins:
+            twins = await asyncio.to_thread(with_twins, suite.files, random.Random(secrets.token_bytes(16)))
+            suite = dataclasses.replace(suite, files=twins.files)
         scratch = f".gyre-{secrets.token_hex(8)}"
         try:
             results = await self._run(suite, twins, workspace, scratch)

@@ -33,6 +33,7 @@ _KEYS: dict[str, type | tuple[type, ...]] = {
     "weights": Mapping,
     "skipped": str,
     "site_packages": bool,
+    "twins": bool,
 }
 
 
@@ -62,6 +63,8 @@ class Suite:
     test skips has failed."""
     site_packages: bool = False
     """Whether packages installed in the sandbox can be imported: one of them may be the very project to be written."""
+    twins: bool = True
+    """Whether some tests are run a second time as ones that must fail (see `twins`)."""
 
 
 def read_suite(task: Task, base_dir: str) -> Suite:

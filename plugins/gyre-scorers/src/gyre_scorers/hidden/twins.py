@@ -2,8 +2,9 @@
 
 The guard's own checks (see `guard`) are told apart by whoever reaches into it; a twin calls the code under test as the
 test beside it does, and only this side knows its name. So whoever makes tests pass, by whatever means, makes twins pass
-too, unless he reads the suite line by line. Invariant: a twin that passed, or that a whole run left without a result,
-makes the run void; a twin is in no score. Pure. Not here: running anything.
+too, unless he reads the suite line by line. Twins run after the tests of their class or file, so that what they leave
+behind meets no test there. Invariant: a twin that passed, or that a whole run left without a result, makes the run
+void; a twin is in no score. Pure. Not here: running anything.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ast
 import copy
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 _ENDINGS = ("again", "twice", "more", "other", "edge", "plain", "first", "last", "small", "large", "empty", "mixed")
@@ -20,6 +21,8 @@ _MOST = 3
 _ONE_IN = 10
 """Tests for each twin after the first."""
 Function = ast.FunctionDef
+NO_TWIN = ("given", "expectedFailure")
+"""Decorators (their last name) of tests that would try a twin many times over, or take its failure for success."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +54,24 @@ def _twinned(data: bytes, chance: random.Random) -> tuple[bytes, frozenset[str]]
         tree = ast.parse(text)
     except (UnicodeDecodeError, SyntaxError, ValueError):
         return data, frozenset()
-    tests = list(_tests(tree.body))
-    usable = [test for test in tests if not _leaves_early(test)]
+    tests = list(_tests(tree))
+    usable = [(test, scope) for test, scope in tests if not _leaves_early(test) and not _unfit(test)]
     chosen = chance.sample(usable, min(len(usable), _MOST, 1 + len(tests) // _ONE_IN))
-    lines = text.split("\n")
-    names = []
-    for test in sorted(chosen, key=lambda test: -test.lineno):
+    lines, added, names = text.split("\n"), list[tuple[int, bool, list[str]]](), []
+    for test, scope in chosen:
         name = _name(test.name, text, chance)
         names.append(name)
-        lines[test.end_lineno : test.end_lineno] = _lines(test, name, chance)
+        indent = " " * test.col_offset
+        assert test.end_lineno is not None
+        added.append((test.end_lineno, False, ["", *(indent + line for line in _lines(test, f"_{name}", chance))]))
+        # Bound to a test's name only at the end: pytest takes tests in the order in which their names came.
+        end = scope.end_lineno if isinstance(scope, ast.ClassDef) else len(lines)
+        assert end is not None
+        added.append((end, True, [f"{indent}{name} = _{name}", f"{indent}del _{name}"]))
+    for line, _, more in sorted(
+        added, reverse=True
+    ):  # last line first; at one line names first, so bodies precede them
+        lines[line:line] = more
     twinned = "\n".join(lines)
     try:
         ast.parse(twinned)
@@ -68,12 +80,22 @@ def _twinned(data: bytes, chance: random.Random) -> tuple[bytes, frozenset[str]]
     return twinned.encode(), frozenset(names)
 
 
-def _tests(body: Sequence[ast.stmt]) -> Iterator[Function]:
-    for node in body:
+def _tests(scope: ast.Module | ast.ClassDef) -> Iterator[tuple[Function, ast.Module | ast.ClassDef]]:
+    """Tests with the class or module that they stand in."""
+    for node in scope.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            yield node
+            yield node, scope
         elif isinstance(node, ast.ClassDef):
-            yield from _tests(node.body)
+            yield from _tests(node)
+
+
+def _unfit(test: Function) -> bool:
+    """Whether a decorator says that failing once, and for good, is not what its failing would be."""
+    for decorator in test.decorator_list:
+        called = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if (called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")) in NO_TWIN:
+            return True
+    return False
 
 
 def _leaves_early(test: Function) -> bool:
@@ -101,6 +123,4 @@ def _lines(test: Function, name: str, chance: random.Random) -> list[str]:
     twin.name = name
     left, right = chance.sample(range(100), 2)
     twin.body.append(ast.parse(f"assert {left} == {right}").body[0])
-    indent = " " * test.col_offset
-    written = ast.unparse(ast.fix_missing_locations(twin))
-    return ["", *(indent + line for line in written.splitlines())]
+    return ast.unparse(ast.fix_missing_locations(twin)).splitlines()
