@@ -63,7 +63,7 @@ class LocalPair:
 
     name = "gyre-local"
     short = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-    model = shape_of(256, 4)
+    model = live_model = shape_of(256, 4)
     """14 million parameters, KV of 2 KB a token in float32; a token every 4 ms."""
 
     def __init__(self, folder: str, run_dir: str, longest: int) -> None:

@@ -78,6 +78,8 @@ class Pair(Protocol):
     name: str
     short: tuple[int, ...]
     model: dict[str, int]
+    live_model: dict[str, int]
+    """Shapes of the models for lengths and for live moves."""
 
     async def start(self) -> None: ...
 

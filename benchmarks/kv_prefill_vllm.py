@@ -2,9 +2,10 @@
 
 A session goes from one to the other as between two cells: `kv_export`, `kv_import`, its next call. Servers live in the
 environment of `tools/engine_env.py vllm`. They are started by the benchmark, or beforehand by this file, which makes
-the model, prints the two addresses for `--servers` and ends them at the end of its input:
+the model, prints the two addresses for `--servers` and ends them at the end of its input. Live moves have a model of
+their own, for which the word `live` comes last:
 
-python benchmarks/kv_prefill_vllm.py FOLDER [LONGEST]
+python benchmarks/kv_prefill_vllm.py FOLDER [LONGEST] [live]
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from gyre_core import ComponentContext, WeightSource
 from gyre_vllm.engine import VLLMEngine
@@ -31,8 +32,13 @@ class VLLMPair:
     name = "vllm"
     short = (64, 128, 256, 512, 1024, 2048)
     model = shape_of(384, 6)
-    """31 million parameters, KV of 3 KB a token in float32: a token every 8 ms, about what large models have on
-    accelerators. With a smaller one a pause would be nothing but what vLLM takes for any request."""
+    """31 million parameters, KV of 3 KB a token in float32: what prefilling 32k tokens takes can be waited for."""
+    live_model: ClassVar = {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64,
+    }  # fmt: skip
+    """The 30 layers of SmolLM2-135M, KV of 46 KB a token in float32. On a CPU vLLM takes 10 to 30 ms for any request,
+    whatever the model: with a toy a pause would be that and nothing else."""
 
     def __init__(self, folder: str, run_dir: str, longest: int, urls: Sequence[str] = ()) -> None:
         def engine(name: str, url: str) -> VLLMEngine:
@@ -109,9 +115,9 @@ class VLLMPair:
         return round(1e3 * sorted(took)[7], 2)
 
 
-async def serve(folder: str, longest: int) -> None:
+async def serve(folder: str, longest: int, shape: dict[str, int]) -> None:
     """Both servers, until the input ends."""
-    make_model(f"{folder}/model", longest, VLLMPair.model)
+    make_model(f"{folder}/model", longest, shape)
     pair = VLLMPair(f"{folder}/model", folder, longest)
     await pair.start()
     try:
@@ -122,4 +128,11 @@ async def serve(folder: str, longest: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 32768))
+    words = [word for word in sys.argv[2:] if word != "live"]
+    asyncio.run(
+        serve(
+            sys.argv[1],
+            int(words[0]) if words else 32768,
+            VLLMPair.live_model if "live" in sys.argv[2:] else VLLMPair.model,
+        )
+    )

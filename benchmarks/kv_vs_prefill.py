@@ -34,6 +34,7 @@ from kv_prefill_support import Pair, make_model, prompt_of
 from kv_prefill_vllm import VLLMPair
 
 LONG = (4096, 8192, 16384, 32768)
+LIVE = (300, 2048)
 PAIRS = {pair.name: pair for pair in (LocalPair, VLLMPair)}
 
 
@@ -91,6 +92,7 @@ async def best_live(pair: Any, n: int) -> dict[str, Any]:
     best = min(moves, key=lambda move: move["pause_ms"])
     print(pair.name, "live", best, file=sys.stderr, flush=True)
     allowed = 3 * best["token_gap_ms"] + best["round_trip_ms"]
+    best |= {"pauses_ms": [move["pause_ms"] for move in moves]}
     return {"tokens": n, **best, "allowed_ms": round(allowed, 2), "within": best["pause_ms"] <= allowed}
 
 
@@ -98,19 +100,19 @@ async def measure(
     pair: Any, how: argparse.Namespace, parts: set[str], found: dict[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
     """These lengths and live moves of a pair, with those `found` before; again after each of them."""
-    found = found if found.get("model") == pair.model else {}
-    rows = {int(row["tokens"]): row for row in found.get("lengths", [])}
-    live = found.get("live", [])
+    rows = {int(row["tokens"]): row for row in found.get("lengths", [])} if found.get("model") == pair.model else {}
+    live = found.get("live", []) if found.get("live_model") == pair.live_model else []
     await pair.start()
     try:
         await one_length(pair, 64, 2)
         if "live" in parts:
-            live = [await best_live(pair, n) for n in (300, min(2048, how.longest // 2))]
+            live = [await best_live(pair, n) for n in LIVE if 2 * n <= how.longest]
         for n in [0, *pair.short, *LONG]:
             if str(n) in parts:
                 rows[n] = await one_length(pair, n, 1 if n in LONG else how.repeat)
             if n == 0 or str(n) in parts:
-                yield {"model": pair.model, "lengths": [rows[n] for n in sorted(rows)], "live": live}
+                models = {"model": pair.model, "live_model": pair.live_model}
+                yield models | {"lengths": [rows[n] for n in sorted(rows)], "live": live}
     finally:
         await pair.close()
 
@@ -133,18 +135,23 @@ async def measure_all(how: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for name in how.engines.split(","):
             kind = PAIRS[name]
-            make_model(f"{folder}/{name}", how.longest, kind.model)
             every = {str(n) for n in kind.short + LONG if n <= how.longest} | {"live"}
             parts = set(how.parts.split(",")) if how.parts else every
             if parts - every:
                 raise SystemExit(f"--parts: got {sorted(parts - every)}, expected some of {sorted(every)}")
             more = {"urls": how.servers.split(",")} if how.servers and name == VLLMPair.name else {}
-            pair = kind(f"{folder}/{name}", folder, how.longest, **more)
-            async for so_far in measure(pair, how, parts, out.get(name, {})):
-                out[name] = derived(so_far, how.longest)
-                out |= worst([out[name] for name in PAIRS if name in out]) | {"hardware": hardware()}
-                if how.resume:
-                    how.resume.write_text(json.dumps(out) + "\n")
+            lives = (kind.live_model, min(how.longest, 2 * max(LIVE)), parts & {"live"})
+            for shape, longest, wanted in ((kind.model, how.longest, parts - {"live"}), lives):
+                if not wanted:
+                    continue
+                model = f"{folder}/{name}-{shape['hidden_size']}"
+                make_model(model, longest, shape)
+                pair = kind(model, folder, longest, **more)
+                async for so_far in measure(pair, how, wanted, out.get(name, {})):
+                    out[name] = derived(so_far, how.longest)
+                    out |= worst([out[name] for name in PAIRS if name in out]) | {"hardware": hardware()}
+                    if how.resume:
+                        how.resume.write_text(json.dumps(out) + "\n")
     return out
 
 
