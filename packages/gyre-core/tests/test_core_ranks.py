@@ -19,6 +19,7 @@ from gyre_core import CapabilityError, ConfigError, InfrastructureError, MicroBa
 from gyre_core.ranks import Entry, RankPlan, RankTrainer, RankTrainerOptions, TensorFile, package_folders
 from gyre_core.ranks.places import interpreter, local_device
 from gyre_core.ranks.tensorfile import create, files_of, shards
+from gyre_core.ranks.versions import PlainVersions, Versions
 from gyre_core.registration import ComponentContext
 
 FAKE = Path(__file__).parent / "fake_ranks"
@@ -50,13 +51,15 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def make(tmp_path: Path, world: int = 2, options: RankTrainerOptions = OPTIONS, **body: Any) -> RankTrainer:
+def make(
+    tmp_path: Path, world: int = 2, options: RankTrainerOptions = OPTIONS, versions: Versions | None = None, **body: Any
+) -> RankTrainer:
     plan = RankPlan(
         "fake", Path(sys.executable), "gyre_fake_ranks", world, body, tmp_path / "logs",
         package_folders(gyre_core), {},
     )  # fmt: skip
     linked = dataclasses.replace(plan, packages=[*plan.packages, FAKE / "gyre_fake_ranks.py"])
-    return RankTrainer(options, linked, "cpu")
+    return RankTrainer(options, linked, "cpu", versions)
 
 
 def batch(name: str, **told: Any) -> MicroBatch:
@@ -178,6 +181,80 @@ async def test_a_rank_killed_while_fetching_leaves_the_version_it_had(tmp_path: 
         assert (await satellite.export_contribution("c", 1, str(tmp_path / "parts"))).version == 5
     finally:
         await satellite.close()
+
+
+class Numbered(PlainVersions):
+    """Versions whose folders tell their number; `lost` are dropped after they were looked at."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.lost = False
+
+    async def shapes(self, source: WeightSource) -> Any:
+        if source.version != self.number:
+            raise OSError(f"got version {self.number}, expected version {source.version}")
+        return await super().shapes(source)
+
+    async def load(self, source: WeightSource, ask: Any) -> None:
+        if self.lost:
+            await ask("load", {"files": [f"{source.location}/lost.safetensors"]})
+        await super().load(source, ask)
+
+
+async def test_weights_that_were_loaded_in_part_are_of_no_version(tmp_path: Path, model: Path) -> None:
+    """Until they are loaded again; a version refused before that changes nothing."""
+    versions = Numbered(2)
+    satellite = make(tmp_path, versions=versions)
+    try:
+        await satellite.start(WeightSource(2, str(model)), core=False)
+        with pytest.raises(InfrastructureError, match="expected version 3"):
+            await satellite.load_weights(WeightSource(3, str(model)))
+        assert satellite.version == 2
+        versions.number, versions.lost = 3, True
+        with pytest.raises(InfrastructureError, match="lost"):
+            await satellite.load_weights(WeightSource(3, str(model)))
+        assert satellite.pids
+        assert satellite.version == -1
+        versions.lost = False
+        await satellite.load_weights(WeightSource(3, str(model)))
+        assert satellite.version == 3
+    finally:
+        await satellite.close()
+
+
+async def test_a_core_that_began_from_a_published_version_is_restored_after_its_ranks_died(
+    tmp_path: Path, model: Path
+) -> None:
+    core = make(tmp_path, versions=Numbered(5))
+    try:
+        await core.start(WeightSource(5, str(model)), core=True)
+        await core.step(1.0)
+        await core.save(str(tmp_path / "checkpoint"))
+        os.kill(core.pids[1], signal.SIGKILL)
+        with pytest.raises(InfrastructureError):
+            await core.accumulate(batch("b", add=1.0))
+        await core.restore(str(tmp_path / "checkpoint"))
+        assert core.version == 6
+        assert len(core.pids) == 2
+    finally:
+        await core.close()
+
+
+async def test_a_disk_that_is_full_is_told_as_an_error_of_the_run(tmp_path: Path, model: Path) -> None:
+    class Full(Numbered):
+        refusals = ValueError
+
+        async def publish(self, order: Any, ask: Any) -> Any:
+            raise OSError(28, "No space left on device", str(order.folder))
+
+    core = make(tmp_path, versions=Full(0))
+    try:
+        await core.start(WeightSource(0, str(model)), core=True)
+        with pytest.raises(InfrastructureError, match="No space left") as caught:
+            await core.publish(str(tmp_path / "weights"))
+        assert "policy version 0" in str(caught.value)
+    finally:
+        await core.close()
 
 
 async def test_a_rank_killed_while_handing_over_leaves_no_file(tmp_path: Path, model: Path) -> None:

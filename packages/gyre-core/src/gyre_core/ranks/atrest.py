@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from gyre_core.errors import InfrastructureError
-from gyre_core.ranks.tensorfile import Entry, TensorFile, create, shards, write_index
+from gyre_core.ranks import files
+from gyre_core.ranks.tensorfile import Entry, TensorFile, create, files_of, shards, write_index
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -31,6 +33,23 @@ def check_states(shapes: Shapes, kinds: Iterable[str], doing: str, path: Path) -
             if there.get(f"{kind}/{name}") != shape:
                 got = f"{there.get(f'{kind}/{name}')} for {kind}/{name}"
                 raise InfrastructureError(doing, got=got, expected=f"shape {shape}")
+
+
+def open_checkpoint(
+    folder: Path, shapes: Shapes, kinds: Iterable[str], dtype: str
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """What a checkpoint tells of itself, and what the command "restore" takes; InfrastructureError unless it is whole
+    and of a model with these shapes and kinds of state, trained in `dtype`."""
+    doing = f"restoring the checkpoint {folder}"
+    state = files.read_state(folder)
+    if state["dtype"] != dtype:
+        raise InfrastructureError(doing, got=f"dtype {state['dtype']}", expected=dtype)
+    weights = [path for path in files_of(folder) if path.name != files.OPTIMIZER]
+    there = {name: shape for path in weights for name, shape in TensorFile(path).shapes().items()}
+    check_weights(shapes, there, doing)
+    check_states(shapes, kinds, doing, folder / files.OPTIMIZER)
+    optimizer = str(folder / files.OPTIMIZER)
+    return state, {"files": list(map(str, weights)), "optimizer": optimizer, "steps": state["steps"]}
 
 
 def make_weight_files(folder: Path, shapes: Shapes, dtype: str, limit: int, version: int) -> list[str]:

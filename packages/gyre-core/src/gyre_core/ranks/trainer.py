@@ -21,12 +21,12 @@ from gyre_core.engine import WeightSource
 from gyre_core.errors import CapabilityError, ConfigError, InfrastructureError
 from gyre_core.facts import ModelFacts
 from gyre_core.ranks import files
-from gyre_core.ranks.atrest import check_states, check_weights, make_state_file, make_weight_files
+from gyre_core.ranks.atrest import make_state_file, make_weight_files, open_checkpoint
 from gyre_core.ranks.group import RankGroup, RankPlan, Reply
 from gyre_core.ranks.ledger import OpenContribution, StepSum, Suspect, merge_metrics, read_suspects
 from gyre_core.ranks.options import RankTrainerOptions
 from gyre_core.ranks.replica import MASTER, MOMENTS
-from gyre_core.ranks.tensorfile import Entry, TensorFile, create, files_of
+from gyre_core.ranks.tensorfile import Entry, create
 from gyre_core.ranks.versions import Order, PlainVersions, Versions, give, take
 from gyre_core.trainer import BatchStats, Contribution, MicroBatch, StepResult, TrainerCapability
 
@@ -151,9 +151,11 @@ class RankTrainer:
                 doing, got="a core whose ranks are gone, and the optimizer's state with them",
                 fix="Restore it from its last checkpoint (`gyre resume`).",
             )  # fmt: skip
-        log.warning("%s: new ranks for the trainer %s, from version %d", doing, self.plan.name, self._version)
+        log.warning("%s: new ranks for the trainer %s, from version %d", doing, self.plan.name, self._source.version)
+        self._version = -1
         await self._ranks()
         await self._build(self._source)
+        self._version = self._source.version
 
     # Running
 
@@ -178,6 +180,11 @@ class RankTrainer:
     async def _values(self, op: str, args: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         return [reply.values for reply in await self._ask(op, dict(args))]
 
+    async def _loading(self, op: str, args: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        if op == "load":
+            self._version = -1
+        return await self._values(op, args)
+
     def _as_core(self, doing: str) -> StepSum:
         if self._sum is None:
             raise CapabilityError(doing, got="a satellite (or a trainer not started)", expected="the core")
@@ -186,7 +193,8 @@ class RankTrainer:
     # Gradients
 
     async def load_weights(self, source: WeightSource) -> None:
-        """Satellite: take another version's weights; drops gradients not exported. CapabilityError on the core."""
+        """Satellite: take another version's weights; drops gradients not exported. CapabilityError on the core. After
+        an error its weights are of the version before, or, half loaded, of none: -1."""
         if self._core:
             raise CapabilityError(
                 f"loading policy version {source.version} into the core", got="a weight source",
@@ -195,7 +203,12 @@ class RankTrainer:
 
         async def work() -> None:
             await self._usable(f"loading policy version {source.version}")
-            await take(self._versions, self._shapes, source, self._values)
+            try:
+                await take(self._versions, self._shapes, source, self._loading)
+            except InfrastructureError:
+                if not self.pids:  # new ones begin with what was loaded last
+                    self._version = self._origin.version
+                raise
             self._source, self._version, self._open = source, source.version, OpenContribution()
 
         await self._run("load_weights", work)
@@ -341,7 +354,7 @@ class RankTrainer:
 
         async def work() -> WeightSource:
             await self._usable("publishing")
-            source = Path(self._origin())
+            source = Path(self._origin.location)
             extras = files.model_files(source, self.options.dtype)
             order = Order(self._version, Path(folder), self._weight_files, extras, self.options.keep_versions, source)
             placed = await give(self._versions, order, self._values)
@@ -350,9 +363,11 @@ class RankTrainer:
 
         return await self._run("publish", work)
 
-    def _origin(self) -> str:
+    @property
+    def _origin(self) -> WeightSource:
+        """Where ranks that start anew begin."""
         assert self._source is not None
-        return self._source.location
+        return self._source
 
     def _weight_files(self, folder: Path) -> list[str]:
         return make_weight_files(
@@ -372,7 +387,7 @@ class RankTrainer:
             await self._usable("saving a checkpoint")
             with files.new_folder(Path(folder)) as partial:
                 await self._save_into(partial)
-                for name, content in files.model_files(Path(self._origin()), self.options.dtype).items():
+                for name, content in files.model_files(Path(self._origin.location), self.options.dtype).items():
                     (partial / name).write_bytes(content)
                 state = {"version": self._version, "steps": self._steps, "dtype": self.options.dtype, "format": 1}
                 await asyncio.to_thread(files.seal, partial, state)
@@ -392,21 +407,11 @@ class RankTrainer:
         self._as_core("restoring a checkpoint")
 
         async def work() -> None:
-            doing = f"restoring the checkpoint {folder}"
-            place = Path(folder)
-            state = await asyncio.to_thread(files.read_state, place)
-            if state["dtype"] != self.options.dtype:
-                raise InfrastructureError(doing, got=f"dtype {state['dtype']}", expected=self.options.dtype)
-            weights = [path for path in files_of(place) if path.name != files.OPTIMIZER]
-            there = {name: shape for path in weights for name, shape in TensorFile(path).shapes().items()}
-            check_weights(self._shapes, there, doing)
-            check_states(self._shapes, self._kinds(), doing, place / files.OPTIMIZER)
+            dtype = self.options.dtype
+            state, args = await asyncio.to_thread(open_checkpoint, Path(folder), self._shapes, self._kinds(), dtype)
             if self._group is None or not self._group.alive:
                 await self._ranks()
-                await self._build(WeightSource(state["version"], self._origin()))
-            args = {
-                "files": list(map(str, weights)), "optimizer": str(place / files.OPTIMIZER), "steps": state["steps"],
-            }  # fmt: skip
+                await self._build(self._origin)
             await self._ask("restore", args)
             self._version, self._steps = state["version"], state["steps"]
             self._open, self._sum = OpenContribution(), StepSum()

@@ -114,10 +114,15 @@ async def take(versions: Versions, shapes: Shapes, source: WeightSource, ask: As
 
 async def give(versions: Versions, order: Order, ask: Ask) -> Placed:
     """The ranks' weights as a version; InfrastructureError when it could not be published."""
+    doing = f"publishing policy version {order.version}"
     try:
         return await versions.publish(order, ask)
     except versions.refusals as error:
-        raise as_ours(error, f"publishing policy version {order.version}") from error
+        raise as_ours(error, doing) from error
+    except OSError as error:
+        raise InfrastructureError(
+            doing, got=str(error), expected=f"room for it in {order.folder}", fix="Make room, or keep fewer versions."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
