@@ -75,3 +75,92 @@ def test_a_larger_session_never_looks_cheaper(seen: list[tuple[int, float]]) -> 
     for size, seconds in seen:
         again.moved(size, seconds)
     assert (again.setup_s, again.rate) == (fit.setup_s, fit.rate)
+
+
+SETUP_S, RATE = 0.01, 1e9
+SIZES = [MB, 400 * MB, 20 * MB, 1000 * MB, 5 * MB] * 3
+
+
+def good(fit: MoveFit, sizes: list[int]) -> None:
+    for size in sizes:
+        fit.moved(size, SETUP_S + size / RATE)
+
+
+def near(fit: MoveFit, rel: float) -> None:
+    assert fit.setup_s == pytest.approx(SETUP_S, rel=rel)
+    assert fit.rate == pytest.approx(RATE, rel=rel)
+
+
+@pytest.mark.parametrize("size", [MB, 100 * MB, 1000 * MB])
+@pytest.mark.parametrize("factor", [50.0, 1e4])
+def test_a_move_that_stalled_spoils_nothing_wherever_it_comes(size: int, factor: float) -> None:
+    wrong = factor * (SETUP_S + size / RATE)
+    last = MoveFit(0.05, 1e10)
+    good(last, SIZES)
+    last.moved(size, wrong)
+    near(last, 0.5)
+    middle = MoveFit(0.05, 1e10)
+    good(middle, SIZES[:8])
+    middle.moved(size, wrong)
+    near(middle, 0.5)
+    good(middle, SIZES[8:11])
+    near(middle, 0.2)
+    first = MoveFit(0.05, 1e10)
+    first.moved(size, wrong)
+    good(first, SIZES[:5])
+    near(first, 0.1)
+    good(first, SIZES[5:])
+    near(first, 0.02)
+
+
+@pytest.mark.parametrize("size", [MB, 100 * MB, 1000 * MB])
+@pytest.mark.parametrize("seconds", [1e-6, 1e-3])
+def test_a_move_that_seemed_to_take_no_time_is_forgotten_after_some_good_ones(size: int, seconds: float) -> None:
+    for before in (0, 8, 15):
+        fit = MoveFit(0.05, 1e10)
+        good(fit, SIZES[:before])
+        fit.moved(size, seconds)
+        good(fit, SIZES[:5])
+        near(fit, 0.2)
+
+
+def test_a_machine_that_became_slower_or_faster_is_followed_within_a_few_moves() -> None:
+    fit = MoveFit(0.05, 1e10)
+    good(fit, SIZES)
+    for size in [MB, 100 * MB] * 3:
+        fit.moved(size, 0.5 + size / 1e8)
+    assert fit.seconds(MB) == pytest.approx(0.51, rel=0.1)
+    assert fit.seconds(100 * MB) == pytest.approx(1.5, rel=0.1)
+    good(fit, [MB, 100 * MB] * 3)
+    assert fit.seconds(MB) == pytest.approx(0.011, rel=0.1)
+    assert fit.seconds(100 * MB) == pytest.approx(0.11, rel=0.1)
+
+
+def rounds(costs: Costs, sessions: int, seconds: float) -> list[int]:
+    """Sessions of 30 tokens change their cells; those that are carried take so long. Which ones were carried."""
+    carried = []
+    for number in range(sessions):
+        if costs.carries(30):
+            costs.carried(30)
+            costs.moved(30 * TOKEN, 30, seconds)
+            carried.append(number)
+        else:
+            costs.left_behind(30)
+    return carried
+
+
+def test_small_sessions_are_moved_again_after_a_first_move_that_stalled() -> None:
+    costs = Costs(CostPriors(prefill_tps=500.0))
+    costs.moved(100 * MB, 1000, 2.0)
+    assert not costs.carry_pays(30), "0.06 s of prefill"
+    carried = rounds(costs, 60, 0.013)
+    assert carried == list(range(carried[0], 60)), "one trial was enough"
+    assert carried[0] == 16
+
+
+def test_trials_in_vain_come_ever_more_seldom_and_none_is_made_on_a_mere_belief() -> None:
+    costs = Costs(CostPriors(prefill_tps=500.0))
+    costs.moved(100 * MB, 1000, 2.0)
+    assert rounds(costs, 300, 2.0) == [16, 16 + 33, 16 + 33 + 65, 16 + 33 + 65 + 129]
+    assert rounds(Costs(CostPriors(prefill_tps=500.0, kv_setup_s=2.0)), 300, 2.0) == []
+    assert not Costs(CostPriors()).carries(0)

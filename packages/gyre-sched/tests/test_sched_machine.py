@@ -141,6 +141,28 @@ def test_a_paused_session_with_costly_prefill_is_carried():
     assert only(c.SwitchCell, out).cell == home.id
 
 
+def test_where_a_stalled_move_made_moves_seem_dear_one_is_tried_in_time():
+    """Two rollout cells with 20 sessions each: one drains, and the first move from it takes for ever."""
+    b = Bench(SchedConfig(groups_per_step=1, drain_moves=1, priors=CostPriors(prefill_tps=100.0)), cells=3, slots=20)
+    home = {}
+    for command in (*b.group("x", 40), *(x for i in range(40) for x in b.call(f"x.{i}.main", 100))):
+        if isinstance(command, c.RouteCall):
+            home[command.session] = command.cell
+    leaves = CellId("c1")
+    for name in home:
+        b(e.CallEnded, session=name, context_tokens=100)
+    first = only(c.MoveSession, b(e.TurnAsked, cell=leaves, role=Role.TRAIN))
+    assert "<" in first.reason
+    out = b(e.MoveDone, move=first.move, session=first.session, carried=True, bytes=10**7, tokens=100, seconds=90.0)
+    trial = only(c.MoveSession, out)
+    assert trial.carry_kv
+    assert ">= prefill" in trial.reason
+    assert "tried all the same" in trial.reason
+    assert not b.m.view.costs.carry_pays(100)
+    b(e.MoveDone, move=trial.move, session=trial.session, carried=True, bytes=10**7, tokens=100, seconds=0.06)
+    assert b.m.view.costs.carry_pays(100), "one good move was enough"
+
+
 def test_a_lost_cell_gives_everything_back():
     b = Bench()
     b.group("x")

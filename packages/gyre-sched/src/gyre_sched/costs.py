@@ -16,6 +16,8 @@ from .transfers import MoveFit
 __all__ = ["CostTable", "Costs"]
 
 _WEIGHT = 0.25
+_TRY_FIRST = 16
+"""Sessions in a row that are prefilled because moves seem dear, before one is moved all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,11 @@ class CostTable:
 
 class Costs:
     """Running means. The first measurement replaces the prior, later ones move it by a quarter of the difference.
-    Set-up and rate of KV moves are fitted together (`MoveFit`).
+    Set-up and rate of KV moves are fitted together (`MoveFit`). Only a move can tell that moves have become cheap, so
+    one is tried now and then where they seem too dear; each in vain makes the wait for the next twice as long.
     """
 
-    __slots__ = ("_moves", "_prior", "_value", "counts")
+    __slots__ = ("_moves", "_prior", "_refused", "_try_after", "_value", "counts")
 
     def __init__(self, priors: CostPriors) -> None:
         self._prior = priors
@@ -58,6 +61,7 @@ class Costs:
             "step_s": priors.step_s,
         }
         self.counts = dict.fromkeys(self._value, 0)
+        self._refused, self._try_after = 0, _TRY_FIRST
 
     def _learn(self, name: str, value: float) -> None:
         old = self._value[name]
@@ -115,6 +119,22 @@ class Costs:
         """The move-or-prefill rule."""
         return tokens > 0 and self.move_seconds(tokens) < self.prefill_seconds(tokens)
 
+    def carries(self, tokens: int) -> bool:
+        """Whether to carry a context of ``tokens`` now: where it pays, and where a trial is due."""
+        return self.carry_pays(tokens) or (tokens > 0 and self._refused >= self._try_after)
+
+    def carried(self, tokens: int) -> None:
+        """A session with a context of ``tokens`` sets out with its KV."""
+        self._refused = 0
+        self._try_after = _TRY_FIRST if self.carry_pays(tokens) else 2 * self._try_after
+
+    def left_behind(self, tokens: int) -> None:
+        """A session changed its cell without its KV of ``tokens``. It asks for a trial only if moves that were made
+        say that moving does not pay: what was merely believed beforehand is the user's word.
+        """
+        if tokens > 0 and self.counts["kv_setup_s"] and not self.carry_pays(tokens):
+            self._refused += 1
+
     def train_seconds(self, tokens: float) -> float:
         """Seconds of one cell to train ``tokens``."""
         return tokens / self._value["train_tps"]
@@ -125,4 +145,5 @@ class Costs:
 
     def snapshot(self) -> tuple[tuple[str, float, int], ...]:
         """For comparing machines."""
-        return tuple((k, v, self.counts[k]) for k, v in self._value.items() if not math.isnan(v))
+        figures = tuple((k, v, self.counts[k]) for k, v in self._value.items() if not math.isnan(v))
+        return (*figures, ("try_after", float(self._try_after), self._refused))

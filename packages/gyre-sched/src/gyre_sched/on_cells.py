@@ -195,7 +195,7 @@ def _drain(w: World, cell: Cell) -> None:
         calling = session.phase is SessionPhase.CALLING
         if calling and not patience:
             continue
-        carry = w.config.carry_kv and w.costs.carry_pays(session.context)
+        carry = w.config.carry_kv and w.costs.carries(session.context)
         if (carry or calling) and cell.moves_out >= w.config.drain_moves:
             continue
         need, version = session.context, session.version
@@ -217,8 +217,9 @@ def _has_room(need: int) -> Callable[[Cell], bool]:
 
 def _move_reason(w: World, cell: Cell, tokens: int, carry: bool) -> str:
     move, fill = w.costs.move_seconds(tokens), w.costs.prefill_seconds(tokens)
-    sign = "<" if carry else ">="
-    return f"{cell.id} drains; {tokens} tokens: move {move:.3f} s {sign} prefill {fill:.3f} s"
+    sign = "<" if move < fill else ">="
+    trial = ", tried all the same" if carry and move >= fill else ""
+    return f"{cell.id} drains; {tokens} tokens: move {move:.3f} s {sign} prefill {fill:.3f} s{trial}"
 
 
 def drain_done(w: World, ev: DrainDone) -> None:

@@ -98,7 +98,7 @@ def route(w: World, session: Session, prefix: tuple[int, ...] = ()) -> bool:
     if home is None:
         w.attach(session, cell)
         w.note(session, "routed to {}: {}", cell.id, reason)
-    elif w.config.carry_kv and w.costs.carry_pays(session.context):
+    elif w.config.carry_kv and w.costs.carries(session.context):
         start_move(w, session, cell, True, False, why)
         session.wants = True
         return True
@@ -231,6 +231,7 @@ def abandon_move(w: World, session: Session, why: str) -> None:
 
 def rehome(w: World, session: Session, dst: Cell, why: str) -> None:
     """Give a session another home without its KV: nothing has to be done for that but prefilling later."""
+    w.costs.left_behind(session.context)
     leave_cell(w, session)
     w.attach(session, dst)
     w.note(session, "now on {}, to be prefilled again: {}", dst.id, why)
@@ -257,6 +258,10 @@ def start_move(w: World, session: Session, dst: Cell, carry: bool, interrupt: bo
     src.moves_out += 1
     dst.moves_in += 1
     w.rollout.recount(dst)
+    if carry:
+        w.costs.carried(session.context)
+    else:
+        w.costs.left_behind(session.context)
     how = "with its KV" if carry else "without its KV"
     w.note(session, "moves {} → {} {}: {}", src.id, dst.id, how, why)
     w.out.append(MoveSession(session.move, session.id, src.id, dst.id, carry, interrupt, session.context, why))

@@ -1,9 +1,10 @@
 """What moving KV costs here: a set-up and a rate, fitted to the moves that were made.
 
-A move of ``size`` bytes is modelled as ``setup + size / rate``. Both are found by least squares on relative errors,
-each move counting more than the one before it, so that the figures follow the machine. What the moves leave open (one
-cannot tell a set-up from a rate) two anchors decide, which count little: what was believed beforehand, made as much
-slower or faster as the moves were.
+A move of ``size`` bytes is modelled as ``setup + size / rate``. Both are found by least absolute errors of the
+logarithm: a move that took fifty times as long as it should pulls no harder than one that took twice as long, so one
+that stalled spoils nothing. A machine that has changed is followed within a few moves, since each counts more than the
+one before it. What the moves leave open (one cannot tell a set-up from a rate) two anchors decide, which count little:
+what was believed beforehand, made as much slower or faster as the moves were.
 
 Invariant: the set-up is never negative and the rate above 0, so a larger session never looks cheaper to move. Pure: the
 same moves in the same order give the same figures.
@@ -11,7 +12,6 @@ same moves in the same order give the same figures.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -22,7 +22,9 @@ _WINDOW = 16
 _TRUST = 0.002
 _ANCHORS = (1e6, 1e9)
 """Sizes in bytes at which the belief counts."""
-_ROUNDS = 6
+_NEAR = 0.1
+"""Errors below this share of the fit count by their square, as noise does; the median of few moves would jump."""
+_ROUNDS = 24
 
 
 class MoveFit:
@@ -45,20 +47,34 @@ class MoveFit:
         return self.setup_s + size * self._slope
 
     def moved(self, size: int, seconds: float) -> None:
-        """A move of ``size`` bytes, above 0, took ``seconds``, above 0. Errors are relative to the fit itself, so it is
-        found in a few rounds; those of the anchors to the larger of the two, so that they never count more.
+        """A move of ``size`` bytes, above 0, took ``seconds``, above 0. The fit is found in rounds, from the belief at
+        the pace of most moves: each is by least squares, and a point counts the less, the further it was from the last.
         """
         self._moves.append((float(size), seconds))
         newest = len(self._moves) - 1
         rows = [(x, y, _MEMORY ** (newest - i)) for i, (x, y) in enumerate(self._moves)]
         setup_s, slope = self._believed
-        pace = sum(w * math.log(y / (setup_s + x * slope)) for x, y, w in rows) / sum(w for _, _, w in rows)
-        anchors = [(x, math.exp(pace) * (setup_s + x * slope), _TRUST) for x in _ANCHORS]
-        self.setup_s, self._slope = _line((x, y, w / y**2) for x, y, w in rows + anchors)
+        pace = _median((y / (setup_s + x * slope), w) for x, y, w in rows)
+        self.setup_s, self._slope = pace * setup_s, pace * slope
+        rows += [(x, pace * (setup_s + x * slope), _TRUST) for x in _ANCHORS]
         for _ in range(_ROUNDS):
-            weighed = [(x, y, w / self.seconds(x) ** 2) for x, y, w in rows]
-            weighed += [(x, y, w / max(y, self.seconds(x)) ** 2) for x, y, w in anchors]
-            self.setup_s, self._slope = _line(weighed)
+            self.setup_s, self._slope = _line([(x, y, w * self._pull(x, y)) for x, y, w in rows])
+
+    def _pull(self, size: float, seconds: float) -> float:
+        """What makes a squared error count like the absolute error of the logarithm."""
+        fit = self.seconds(size)
+        return 1.0 / (fit * max(abs(seconds - fit), _NEAR * fit))
+
+
+def _median(values: Iterable[tuple[float, float]]) -> float:
+    """Of (value, weight), at least one: the first value with half the weight at or below it."""
+    ordered = sorted(values)
+    left = sum(w for _, w in ordered) / 2.0
+    for value, w in ordered:
+        left -= w
+        if left <= 0.0:
+            return value
+    return ordered[-1][0]
 
 
 def _line(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
