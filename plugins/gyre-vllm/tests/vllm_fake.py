@@ -82,6 +82,9 @@ class FakeVLLM:
         """Each answer ends with the experts of its passes: the positions that they read, three layers, two each."""
         self.hold_s = 0.0
         """Tokens reach the connection this much later than they are sampled."""
+        self.room = asyncio.Event()
+        """Cleared: requests that move KV wait, as on a server that is full."""
+        self.room.set()
         self._names = itertools.count()
 
     async def start(self, port: int = 0) -> str:
@@ -109,6 +112,7 @@ class FakeVLLM:
         return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
 
     async def stop(self) -> None:
+        self.room.set()
         self._ticker.cancel()
         await self._runner.cleanup()
 
@@ -190,6 +194,7 @@ class FakeVLLM:
         """One token, with the NIXL connector's parameters in and out; takes any blocks for any prompt, as vLLM does."""
         body = await request.json()
         self.bodies.append(body)
+        await self.room.wait()
         prompt, params = body["prompt"], body["kv_transfer_params"]
         if "gyre_take" in params:
             return await self._take(params["gyre_take"])

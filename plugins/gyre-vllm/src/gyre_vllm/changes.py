@@ -3,8 +3,8 @@
 How weights change under running calls (`update`): close the gate, pause the server, ask every worker how many tokens
 each call has sampled, load, enter the border into the labels, begin a new salt, resume. A call that has sampled nothing
 yet, or whose count nobody knows, ends at the server and starts again under the new weights and salt, unseen by its
-caller. Invariants: no token is labelled from the time it arrived; between pause and resume no call enters; a failed
-load either leaves the old weights or ends the engine.
+caller; a request that moves KV is given up (`gyre_vllm.transfers`). Invariants: no token is labelled from the time it
+arrived; between pause and resume no call enters; a failed load either leaves the old weights or ends the engine.
 """
 
 from __future__ import annotations
@@ -205,10 +205,11 @@ class Changes:
             try:
                 if not state.paused:
                     await self._halt(server)
-                borders = await self._borders(server)
-                await self._load_or_restore(server, source)
-                await server.client.set_version(source.version)
-                self._enter(source)
+                with state.transfers.none():
+                    borders = await self._borders(server)
+                    await self._load_or_restore(server, source)
+                    await server.client.set_version(source.version)
+                    self._enter(source)
                 for call, border in borders.items():
                     call.labels.change(border, source.version)
             finally:
@@ -281,12 +282,14 @@ class Changes:
             raise InfrastructureError(doing, got=f"versions {sorted(versions)}", expected=str(source.version))
 
     async def _load_or_restore(self, server: Server, source: WeightSource) -> None:
-        """Load; on failure bring the old weights back and raise, or end the engine if that fails too."""
+        """Load; on failure bring the old weights back and raise, or end the engine if that fails too. A server that was
+        not paused may hold KV of half a load, so its prefix cache begins anew."""
         try:
             await self._load(server, source)
         except InfrastructureError as error:
             old = self._state.source
             assert old is not None
+            self._state.epoch += int(server.facts.connector)
             try:
                 if old.kind == COLLECTIVE:
                     raise InfrastructureError(
@@ -318,18 +321,19 @@ class Changes:
                 return
             server = state.ready("putting vLLM to sleep")
             state.open.clear()
-            calls = list(state.calls)
-            for call in calls:
-                call.abort()
-            if not server.facts.connector:
-                await server.client.pause("abort")
-                state.paused = True
-            await state.end_segments(server, calls)
-            if way == "memory":
-                await self._give_back(server)
-            else:
-                await self._down()
-            state.phase = Phase.ASLEEP
+            with state.transfers.none():
+                calls = list(state.calls)
+                for call in calls:
+                    call.abort()
+                if not server.facts.connector:
+                    await server.client.pause("abort")
+                    state.paused = True
+                await state.end_segments(server, calls)
+                if way == "memory":
+                    await self._give_back(server)
+                else:
+                    await self._down()
+                state.phase = Phase.ASLEEP
 
     async def _give_back(self, server: Server) -> None:
         if server.facts.device.startswith("cuda"):

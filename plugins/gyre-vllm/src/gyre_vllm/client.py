@@ -55,6 +55,8 @@ class ServerClient:
         """The answer's body; InfrastructureError on any status but 200."""
         doing = f"asking {self.url}{path}"
         limit = self._timeout if timeout_s is None else timeout_s
+        if self._http.closed:
+            raise InfrastructureError(doing, got="connections that were closed before", expected="an engine in use")
         data = None if body is None else msgspec.json.encode(body)
         headers = {"content-type": "application/json"} if data else None
         try:

@@ -37,6 +37,9 @@ Tokens: TypeAlias = npt.NDArray[np.int32]
 COMPLETIONS = "/v1/completions"
 LEASE_S = 20.0
 """How old an export may be when it is used; vLLM holds the blocks for 30 s."""
+TAKE_S = 5.0
+"""How long a server may take to end a call so that its KV is held. It answers when it schedules the request, which on a
+full one is later than the export would be of any use; the session's next call is prefilled then."""
 LAST_TOKENS_S = 10.0
 """How long the last tokens of a stopped call may take to come."""
 
@@ -97,14 +100,23 @@ class Arrivals:
         return held[2].params if np.array_equal(tokens, prompt[: len(tokens)]) else None
 
 
-async def export_session(state: EngineState, session: str, token_ids: Tokens, *, running: bool) -> ExportedKV:
-    """Let the source keep the KV of this context for another server to fetch; InfrastructureError if it gives none."""
+async def export_session(state: EngineState, session: str, token_ids: Tokens, *, running: bool) -> ExportedKV | None:
+    """Let the source keep the KV of this context for another server to fetch; InfrastructureError if it gives none.
+    None when the weights change before it has: there is nothing of this context under the next ones."""
     doing = f"exporting the KV of {session!r}"
     server = connected(state, doing)
-    body = export_request(server.facts.model, token_ids, state.version) | {"cache_salt": state.salt}
-    answer = await _complete(server, body)
+    version, salt = state.version, state.salt
+    body = export_request(server.facts.model, token_ids, version) | {"cache_salt": salt}
     try:
-        export = exported(answer, session, token_ids, state.version, time.time(), LEASE_S)
+        async with state.transfers.one():
+            answer = await _complete(server, body)
+    except TimeoutError:
+        state.ready(doing)
+        return None
+    if state.salt != salt:
+        return None
+    try:
+        export = exported(answer, session, token_ids, version, time.time(), LEASE_S)
     except MoveRefused as error:
         raise InfrastructureError(doing, got=str(error), expected="an export") from error
     return _held(export, token_ids, running=running)
@@ -112,7 +124,8 @@ async def export_session(state: EngineState, session: str, token_ids: Tokens, *,
 
 async def take_session(state: EngineState, session: str, calls: Sequence[RunningCall]) -> ExportedKV | None:
     """End these running calls of a session with ABORT and hold the KV of the longest, up to its last token but one.
-    None when the server cannot: they are ended all the same."""
+    None when the server cannot, or not soon, or weights change meanwhile: they are ended all the same, and a server
+    that comes to it later finds nothing to end."""
     server = connected(state, f"stopping {session!r}")
     sampling = [call for call in calls if len(call.sampled) > call.first and not call.at_rest.is_set()]
     longest = max(sampling, key=lambda call: len(call.prompt) + len(call.sampled), default=None)
@@ -122,9 +135,13 @@ async def take_session(state: EngineState, session: str, calls: Sequence[Running
         await state.end_segments(server, list(calls))
         return None
     longest.taken = True
-    asked = time.time()
+    asked, version = time.time(), state.version
+    body = take_request(server.facts.model, ID_PREFIX + longest.server_id, version)
+    answer: dict[str, Any] = {}
     try:
-        answer = await _complete(server, take_request(server.facts.model, ID_PREFIX + longest.server_id, state.version))
+        with contextlib.suppress(TimeoutError):
+            async with state.transfers.one(TAKE_S):
+                answer = await _complete(server, body)
         if answer.get("kv_transfer_params"):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(longest.at_rest.wait(), LAST_TOKENS_S)
@@ -132,7 +149,7 @@ async def take_session(state: EngineState, session: str, calls: Sequence[Running
         await state.end_segments(server, list(calls))
     context = np.asarray([*longest.prompt, *longest.sampled], np.int32)
     try:
-        export = exported(answer, session, context, state.version, asked, LEASE_S)
+        export = exported(answer, session, context, version, asked, LEASE_S)
     except MoveRefused:
         return None
     same = longest.salt == state.salt and export.n_tokens == len(context) - 1
@@ -145,7 +162,7 @@ def _held(export: Export, tokens: Tokens, *, running: bool, stopped: bool = Fals
 
 async def import_session(state: EngineState, arrivals: Arrivals, given: ExportedKV) -> ImportedKV:
     """Fetch what was exported for this context. InfrastructureError when it does not fit: another version, other
-    tokens, too old; the session's next call is then prefilled."""
+    tokens, too old, or weights that change meanwhile; the session's next call is then prefilled."""
     doing = f"importing the KV of {given.session!r}"
     server = connected(state, doing)
     tokens = np.asarray(given.token_ids, np.int32)
@@ -160,7 +177,14 @@ async def import_session(state: EngineState, arrivals: Arrivals, given: Exported
     body = import_request(
         ticket.export, server.facts.model, tokens, state.version, time.time(), max_tokens=1, temperature=0
     )
-    answer = await _complete(server, body | {"cache_salt": state.salt})
+    salt, changed = state.salt, InfrastructureError(doing, got="a change of weights", expected="the same to its end")
+    try:
+        async with state.transfers.one():
+            answer = await _complete(server, body | {"cache_salt": salt})
+    except TimeoutError as error:
+        raise changed from error
+    if state.salt != salt:
+        raise changed
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     found = int(details.get("cached_tokens") or 0)
     return ImportedKV(len(tokens), len(tokens) - found, found * server.facts.kv_token_bytes)

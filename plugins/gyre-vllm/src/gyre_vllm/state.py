@@ -15,6 +15,7 @@ from gyre_core import InfrastructureError, WeightSource
 
 from gyre_vllm.calls import RunningCall
 from gyre_vllm.server import Server
+from gyre_vllm.transfers import Transfers
 
 _TRIES = 20
 
@@ -42,6 +43,7 @@ class EngineState:
         self.paused = False
         self.fault: InfrastructureError | None = None
         self.calls: set[RunningCall] = set()
+        self.transfers = Transfers()
         self.open = asyncio.Event()
         """The server takes calls."""
         self.progress = time.monotonic()
@@ -110,7 +112,8 @@ class EngineState:
         self.release()
 
     def release(self) -> None:
-        """Let every call see that the engine is not ready any more."""
+        """Let every call and transfer see that the engine is not ready any more."""
+        self.transfers.cut()
         for call in list(self.calls):
             call.stirred.set()
             call.drop()
