@@ -12,6 +12,7 @@ import pytest
 from gyre_core import ComponentContext, WeightSource
 from gyre_core.testing.ranks import check_it_is_transformers
 from gyre_core.testing.trainer_rig import gap, step_once, weights_of
+from gyre_loss.shares import alone as one_execution
 from gyre_megatron.options import MegatronTrainerOptions
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
@@ -47,6 +48,30 @@ async def test_it_is_transformers(
         assert core.facts.experts == 4
     finally:
         await core.close()
+
+
+async def test_what_only_fills_the_pipeline_is_not_counted(
+    python: str, folder_of: Any, context: ComponentContext, batches: Any, pooled: Any
+) -> None:
+    """One execution is one part for four places in the pipeline: the ranks tell what a single rank tells of it."""
+    source, batch = WeightSource(0, str(folder_of("qwen3-moe", layers=2))), batches(count=4)[0]
+    tree = gl.from_bytes(bytearray(batch.blob))
+    alone = one_execution(tree, tree.execution_ids[0])
+    batch = dataclasses.replace(batch, tokens=alone.tokens, blob=gl.to_bytes(alone))
+    found = []
+    for told in ({}, {"expert_parallel": 2, "pipeline_parallel": 2}):
+        options = MegatronTrainerOptions(python=python, cpu_shim=True, learning_rate=1e-2, **told)
+        trainer = pooled(options, context)
+        try:
+            await trainer.start(source, core=False)
+            found.append(await trainer.accumulate(batch))
+        finally:
+            await trainer.close()
+    one, many = found
+    assert (many.trained_tokens, many.tokens) == (one.trained_tokens, one.tokens)
+    assert many.metrics["computed_tokens"] == alone.tokens
+    assert many.loss_sum == pytest.approx(one.loss_sum, abs=1e-4)
+    assert dict(many.metrics) == pytest.approx(dict(one.metrics), abs=1e-4)
 
 
 async def test_a_checkpoint_goes_on_where_experts_lie_otherwise(

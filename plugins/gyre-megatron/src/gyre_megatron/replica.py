@@ -216,8 +216,9 @@ class MegatronReplica(RankReplica):
 
     # Forward and backward
 
-    def _run(self, parts: Sequence[gl.TreeBatch], *, train: bool) -> Seen:
-        """Megatron's schedule over these parts."""
+    def _run(self, parts: Sequence[gl.TreeBatch], *, train: bool, real: int | None = None) -> Seen:
+        """Megatron's schedule over these parts. Only of the first `real` of them (None: of all) is told what was seen;
+        the others are there for the collectives."""
         model, _ = self._live
         schedules: Any = import_module("megatron.core.pipeline_parallel")
         length = max(part.tokens for part in parts)
@@ -227,13 +228,13 @@ class MegatronReplica(RankReplica):
         self._trees.update(
             {n: TreeAttention.of(part, self._device, self._options.attention) for n, part in enumerate(parts)}
         )
-        seen = Seen()
+        seen, unseen = Seen(), Seen()
 
         def step(work: Iterator[tuple[int, gl.TreeBatch]], chunk: Any) -> tuple[Tensor, Any]:
             number, part = next(work)
             given = inputs(part, self._device)
             hidden = chunk(given.token_ids[None], given.positions[None], torch.tensor(number))
-            return hidden, partial(self._loss, part, given, seen, train)
+            return hidden, partial(self._loss, part, given, seen if real is None or number < real else unseen, train)
 
         model.train(train)
         with nullcontext() if train else torch.no_grad():
@@ -307,11 +308,12 @@ class MegatronReplica(RankReplica):
         stages = self._options.pipeline_parallel
         count = (self._options.pipeline_batches or 2 * stages) if stages > 1 else 1
         parts = list(shares(cut[index] if mine else weightless(cut[0]), count, whole=whole))
+        real = len(parts)
         if self._options.expert_parallel > 1:  # all of them are needed in every pass, wherever the experts are
             parts += [weightless(parts[0])] * (count - len(parts))
         self._ddp.zero_grad_buffer()
         try:
-            seen = self._run(parts, train=True)
+            seen = self._run(parts, train=True, real=real)
             return self._take(keep=keep), seen if mine else None
         finally:
             self._trees.clear()
