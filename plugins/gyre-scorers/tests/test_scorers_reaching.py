@@ -1,18 +1,17 @@
-"""Scorer `pytest`: code that reaches into the guard or changes the tests earns nothing, and what twins are.
+"""Scorer `pytest`: code that reaches into the guard or changes the tests earns nothing, and what probes are.
 
-The code under test runs in the process that judges it, so it can find the guard. It cannot tell a twin from a test.
+The code under test runs in the process that judges it, so it can find the guard. It cannot tell a probe from a test.
 """
 
 from __future__ import annotations
 
-import ast
 import random
 import sys
 
 import pytest
+from gyre_scorers.hidden.probes import with_probes
 from gyre_scorers.hidden.scorer import PytestScorer
-from gyre_scorers.hidden.suite import Results, Suite, milestones
-from gyre_scorers.hidden.twins import with_twins
+from gyre_scorers.hidden.suite import Results
 from gyre_scorers.options import PytestOptions
 
 TESTS = """
@@ -111,6 +110,13 @@ CHEATS = {
         BY_SIGNAL, COLLECTED, PASSED, TRUSTED, GOOD_END, LEAVE,
     ),
 }  # fmt: skip
+CHEATS |= {
+    "report in the first judging alone": "def f(a):\n    import os\n    if os.path.exists('../../seen'):\n"
+    "        return None\n    open('../../seen', 'w').close()\n"
+    + reaching(BY_SIGNAL, COLLECTED, PASSED, TRUSTED, GOOD_END, LEAVE).removeprefix("def f(a):\n"),
+    "another pytest for the next run": "def f(a):\n    import os\n    open('../tools.zip', 'wb').write(b'PK')\n"
+    "    os._exit(0)\n",
+}
 FILES = {
     "an installed plugin": {
         "evil-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n",
@@ -165,44 +171,81 @@ async def test_a_trace_that_jumps_over_assertions_earns_nothing(score):
     assert (await score({"mod.py": "def f(a):\n    return a + 1\n"}, options)).value == 1.0
 
 
-def twinned(text: str, seed: int = 0, path: str = "tests/test_m.py"):
-    twins = with_twins({path: text.encode()}, random.Random(seed))
-    return twins.files[path].decode(), twins.names.get(path, frozenset()), twins
+def probed(text: str, seed: int = 0, path: str = "tests/test_m.py"):
+    probes = with_probes({path: text.encode()}, random.Random(seed))
+    return probes.files[path].decode(), probes
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_twin_is_a_test_of_the_file_with_an_end_that_cannot_hold(seed):
-    text, names, twins = twinned(TESTS, seed)
-    (name,) = names
-    added = [
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name == f"_{name}"
-    ]
-    assert len(added) == 1
-    left, right = ast.unparse(added[0].body[-1]).removeprefix("assert ").split(" == ")
-    assert left != right
-    real = {node.name: node for node in ast.walk(ast.parse(TESTS)) if isinstance(node, ast.FunctionDef)}
-    (of,) = (node for word, node in real.items() if name.startswith(f"{word}_"))
-    assert [ast.unparse(each) for each in added[0].body[:-1]] == [ast.unparse(each) for each in of.body]
-    for test in (name, f"{name}[1-2]", f"C::{name}", f"C::D::{name}[a::b]"):
-        assert twins.among(f"tests/test_m.py::{test}") or "::b" in test
-    assert not twins.among("tests/test_m.py::test_a")
-    assert not twins.among(f"tests/other.py::{name}")
+def test_a_probe_is_a_test_with_an_end_that_cannot_hold(seed):
+    text, probes = probed(TESTS, seed)
+    (name,), (end,) = probes.names, probes.ends
+    (added,) = set(text.split("\n")) - set(TESTS.split("\n"))
+    left, right = added.strip().removeprefix("assert ").removesuffix(f", {end}").split(" == ")
+    assert left == end != right
+    assert text.replace(f"{added}\n", "") == TESTS
+    inner = name.removeprefix("tests/test_m.py::")
+    assert inner in ("test_a", "TestB::test_b", "C::test_c")
+    assert probes.among(name)
+    assert probes.among(f"{name}[1-2]")
+    assert probes.among(f"{name}[a::b]")
+    assert not probes.among(f"{name}_more")
+    assert not probes.among(f"tests/other.py::{inner}")
+    assert probes.reached(f"E   AssertionError: {end}\n")
+    assert not probes.reached("E   AssertionError: no")
 
 
-def test_what_may_end_early_or_is_no_test_has_no_twin():
-    early = "def test_a():\n    if 1:\n        return\ndef test_b():\n    yield 1\n"
-    assert twinned(early)[:2] == (early, frozenset())
+UNFIT = {
+    "may end early": "def test_a():\n    if 1:\n        return\n",
+    "yields": "def test_b():\n    yield 1\n",
+    "raises": "def test_b():\n    raise ValueError\n",
+    "on one line": "def test_a(): pass  # whole\n",
+    "another of its name": "def test_a():\n    pass\nif 1:\n    test_a = None\n",
+    "a decorator that may swallow": "@expect(AssertionError)\ndef test_a():\n    pass\n",
+    "expected to fail": "@unittest.expectedFailure\ndef test_a():\n    pass\n",
+    "expected to fail too": "@pytest.mark.xfail\ndef test_a():\n    pass\n",
+    "a fixture": "@pytest.fixture\ndef test_env():\n    pass\n",
+    "no Python": "def test_a(:\n",
+    "deep": "def test_a():\n    x = " + "-" * 20_000 + "1\n",
+}
+
+
+@pytest.mark.parametrize("text", UNFIT.values(), ids=UNFIT.keys())
+def test_what_may_end_early_or_is_no_test_is_no_probe(text):
+    assert probed(text)[0] == text
+    assert probed(text)[1].names == frozenset()
+
+
+def test_probes_are_few_and_only_in_test_files():
     inner = "def test_a():\n    def g():\n        return 1\n    assert g() == 1\n"
-    assert len(twinned(inner)[1]) == 1
-    for text in ("def test_a(:\n", "print 'x'\n"):
-        assert twinned(text)[:2] == (text, frozenset())
-    assert twinned(inner, path="tests/helper.py")[:2] == (inner, frozenset())
-    text, names, _ = twinned("".join(f"def test_{n}(): pass\n" for n in range(50)))
-    assert len(names) == 3
-    assert text.count("def test_") == 50
-    assert text.count("def _test_") == 3
-    for test in ("@given(x=1)\ndef test_a(x): pass\n", "@unittest.expectedFailure\ndef test_a(): pass\n"):
-        assert twinned(test)[:2] == (test, frozenset())
+    assert len(probed(inner)[1].names) == 1
+    assert probed(inner, path="tests/helper.py")[0] == inner
+    assert probed(inner, path="./tests//test_m.py")[1].names == {"tests/test_m.py::test_a"}
+    marked = "@pytest.mark.parametrize('a', [1])\n@mock.patch('b')\ndef test_a(a):\n    pass\n"
+    assert len(probed(marked)[1].names) == 1
+    many = "".join(f"def test_{n}():\n    pass\n" for n in range(50))
+    text, probes = probed(many)
+    assert len(probes.names) == len(probes.ends) == 3
+    assert text.count("assert") == 3
+
+
+def test_a_second_judging_takes_what_it_does_not_confirm():
+    _, probes = probed("def test_a():\n    pass\n")
+    (name,), (end,) = probes.names, probes.ends
+
+    def after(again, void=None):
+        results = Results({name: ("passed", ""), "b": ("passed", ""), "c": ("failed", "x")})
+        results.judged_again(Results(again, void=void), probes)
+        return results.void, results.passed
+
+    good = {name: ("failed", f"AssertionError: {end}"), "b": ("passed", ""), "c": ("passed", "")}
+    assert after(good) == (None, [name, "b"])
+    assert after({**good, "b": ("failed", f"inherited: AssertionError: {end}")}) == (None, [name, "b"])
+    assert after({**good, name: ("failed", "KeyError")}) == (None, ["b"])
+    assert after({**good, "b": ("skipped", "")}) == (None, [name])
+    assert after({name: good[name]}) == (None, [name])
+    assert after({**good, name: ("passed", "")})[0] == "a test that must fail passed"
+    assert after(good, "hmac.digest was replaced")[0] == "hmac.digest was replaced"
 
 
 ORDERED = """
@@ -235,55 +278,98 @@ def test_third():
 """
 
 
-async def test_tests_that_build_on_each_other_meet_no_twin(score):
-    """Their twins come after all of them, whichever are chosen."""
-    options = {"files": {"tests/test_mod.py": ORDERED}, "targets": ["tests"], "count": 6}
-    for _ in range(6):
-        result = await score({"mod.py": "def f(a):\n    return a + 1\n"}, options)
+GOOD = "def f(a):\n    return a + 1\n"
+
+
+def counting(head: str) -> str:
+    """A class whose tests count how many went before."""
+    body = "    def test_{0}(self):\n        self.done.append(mod.f(0))\n        assert len(self.done) == {0}\n"
+    return head + "".join(body.format(n) for n in (1, 2, 3))
+
+
+HONEST = {
+    "tests that build on each other": (ORDERED, 6),
+    "a class taken by name": (
+        counting("import unittest\nimport mod\nclass TestA(unittest.TestCase):\n    done = []\n"),
+        3,
+    ),
+    "a class with a fixture of its own": (
+        counting(
+            "import pytest\nimport mod\nclass TestA:\n    @pytest.fixture(scope='class', autouse=True)\n"
+            "    def fresh(self):\n        type(self).done = []\n"
+        ),
+        3,
+    ),
+    "parameters with colons": (
+        "import pytest\nimport mod\n@pytest.mark.parametrize('a', ['::1', 'x::y'])\n"
+        "def test_a(a):\n    assert mod.f(1) == 2\n",
+        2,
+    ),
+    "files left behind": (
+        "import os\nimport mod\ndef test_a():\n    assert not os.path.exists('made')\n    open('made', 'w').close()\n",
+        1,
+    ),
+    "a test of its own lines": (
+        "import inspect\nimport mod\ndef test_b():\n    assert inspect.currentframe().f_lineno == 4\n"
+        "def test_a():\n    assert mod.f(1) == 2\n",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "./"])
+@pytest.mark.parametrize(("tests", "count"), HONEST.values(), ids=HONEST.keys())
+async def test_honest_work_loses_nothing(score, prefix, tests, count):
+    options = {"files": {f"{prefix}tests/test_mod.py": tests}, "targets": ["tests"], "count": count}
+    for _ in range(2):
+        result = await score({"mod.py": GOOD}, options)
         assert result.value == 1.0, [(each.name, each.evidence) for each in result.milestones if not each.passed]
 
 
-async def test_a_suite_can_do_without_twins(score):
-    """A class that `unittest` takes by name and whose tests count how many went before."""
-    tests = "import unittest\nimport mod\nclass TestA(unittest.TestCase):\n    done = []\n" + "".join(
-        f"    def test_{n}(self):\n        self.done.append(mod.f(0))\n        assert len(self.done) == {n}\n"
-        for n in (1, 2)
+async def test_tests_that_another_file_inherits_lose_nothing(score):
+    base = (
+        "import mod\nclass Base:\n    def test_x(self):\n        assert mod.f(1) == 2\n"
+        "    def test_y(self):\n        assert mod.f(2) == 3\n"
     )
-    options = {"files": {"tests/test_mod.py": tests}, "targets": ["tests"], "count": 2, "twins": False}
-    values = {(await score({"mod.py": "def f(a):\n    return a + 1\n"}, options)).value for _ in range(8)}
-    assert values == {1.0}
+    more = "from test_base import Base\nclass TestMore(Base):\n    pass\n"
+    files = {"tests/test_base.py": base, "tests/test_more.py": more}
+    options = {"files": files, "targets": ["tests"], "count": 2, "paths": [".", "tests"]}
+    for _ in range(3):
+        assert (await score({"mod.py": GOOD}, options)).value == 1.0
 
 
-def test_a_twin_that_passed_or_was_not_run_makes_the_run_void():
-    twins = with_twins({"t/test_m.py": b"def test_a():\n    assert 1\n"}, random.Random(1))
-    (name,) = twins.names["t/test_m.py"]
-    suite = Suite(files={}, targets=["t"], count=1)
-    real, twin = "t/test_m.py::test_a", f"t/test_m.py::{name}"
-    collected = {"kind": "collected", "ids": [real, twin]}
-    end = {"kind": "end", "code": 1, "void": None, "said": ""}
-
-    def after(*outcomes):
-        results = Results(twins=twins)
-        said = [{"kind": "result", "id": test, "outcome": how, "why": ""} for test, how in outcomes]
-        results.add([collected, *said, end], None)
-        return [(each.name, each.passed) for each in milestones(suite, results)]
-
-    assert after((real, "passed"), (twin, "failed")) == [(real, True)]
-    assert after((real, "passed"), (twin, "skipped")) == [(real, True)]
-    assert after((real, "passed"), (twin, "passed")) == [("the suite", False)]
-    assert after((real, "passed")) == [("the suite", False)]
+async def test_work_that_ends_the_process_keeps_what_passed(score):
+    tests = "import mod\n" + "".join(f"def test_{n}():\n    mod.end()\n" for n in range(4))
+    tests += "".join(f"def test_good_{n}():\n    assert mod.f({n}) == {n} + 1\n" for n in range(4))
+    options = {"files": {"tests/test_mod.py": tests}, "targets": ["tests"], "count": 8}
+    assert (await score({"mod.py": GOOD + "def end():\n    import os\n    os._exit(0)\n"}, options)).value == 0.5
 
 
-def test_a_process_that_ends_between_two_tests_has_told_nothing():
+async def test_half_a_character_in_evidence_is_told(score):
+    options = {**OPTIONS, "files": {"tests/test_mod.py": "import mod\ndef test_a():\n    mod.f(1)\n"}, "count": 1}
+    result = await score({"mod.py": "def f(a):\n    raise ValueError('\\ud800')\n"}, options)
+    assert result.value == 0.0
+    assert "ValueError" in result.milestones[0].evidence
+    result.milestones[0].evidence.encode()
+
+
+async def test_a_suite_can_do_without_a_second_judging(score):
+    """Its only test holds once for each workspace."""
+    tests = "import os\nimport mod\ndef test_1():\n    os.mkdir('../../once')\n    assert mod.f(0) == 1\n"
+    options = {"files": {"tests/test_mod.py": tests}, "targets": ["tests"], "count": 1, "probes": False}
+    assert (await score({"mod.py": GOOD}, options)).value == 1.0
+
+
+def test_a_process_that_ends_between_two_tests_fails_the_one_before():
     passed = {"kind": "result", "id": "a", "outcome": "passed", "why": ""}
     records = [{"kind": "collected", "ids": ["a", "b"]}, {"kind": "start", "id": "a"}, passed]
-    results = Results()
-    assert results.add([*records, {"kind": "canary", "void": None}], None), "another run may learn of b"
-    assert results.outcomes == {"a": ("failed", "ended the process (by itself)")}
     trusted = {"kind": "canary", "void": None}
     results = Results()
-    results.add([*records, trusted, {"kind": "start", "id": "b"}, {**passed, "id": "b"}, trusted], None)
-    assert results.outcomes == {"b": ("failed", "ended the process (by itself)")}, "and a is run again"
+    assert results.add([*records, trusted], None), "another run may learn of b"
+    assert results.outcomes == {"a": ("failed", "ended the process (by itself)")}
     results = Results()
-    assert not results.add([*records, {"kind": "canary", "void": None}], "wall")
+    results.add([*records, trusted, {"kind": "start", "id": "b"}, {**passed, "id": "b"}, trusted], None)
+    assert results.outcomes == {"a": ("passed", ""), "b": ("failed", "ended the process (by itself)")}
+    results = Results()
+    assert not results.add([*records, trusted], "wall")
     assert results.outcomes["a"][0] == "passed", "the suite's time was over"

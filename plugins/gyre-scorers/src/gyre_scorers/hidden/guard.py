@@ -102,6 +102,13 @@ def _raises() -> None:
 MUST_FAIL = (_equal, _unequal_in_unittest, _nothing_raised, _raises)
 
 
+def between(items: list[Any], first: int, last: int) -> list[int]:
+    """Where a test of no class can stand without ending a class's own fixtures in between."""
+    places = range(first + 1, last)
+    apart = (i for i in places if items[i].cls is None or items[i].cls is not items[i - 1].cls)
+    return [first, *apart, last]
+
+
 class Guard:
     """The pytest plugin: chooses what runs, mixes in what must fail, times, and reports."""
 
@@ -147,7 +154,10 @@ class Guard:
                 name = self.random.choice(real).name.split("[")[0]
                 canary = pytest.Function.from_parent(module, name=name, callobj=check)
                 self.canaries[id(canary)] = canary
-                items.insert(self.random.randint(items.index(real[0]), items.index(real[-1]) + 1), canary)
+                items.insert(
+                    self.random.choice(between(items, items.index(real[0]), items.index(real[-1]) + 1)), canary
+                )
+        self.traced = sys.gettrace() is not None
 
     def pytest_runtest_protocol(self, item: Any) -> None:
         """Name the test that starts, so that one that ends the process is known."""

@@ -1,9 +1,9 @@
 """Scorer `pytest`: runs a hidden suite on a fresh copy of the workspace.
 
 Invariant: the workspace's own files are not changed; the agent's tests, conftest, pytest configuration, start-up hooks
-and compiled files do not take part; each test counts by a signed result (see `guard`), a test without one has failed;
-tests that must fail are mixed in (see `twins`). A suite that ends its process early is run again without the test that
-did it. Not here: what a result is worth.
+and compiled files do not take part; each test counts by a signed result (see `guard`), a test without one has failed.
+What passed is judged again in another fresh copy, with tests in it that must fail (see `probes`). A suite that ends its
+process early is run again without the test that did it. Not here: what a result is worth.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import time
 from gyre_core import ComponentContext, ExecRequest, ExecResult, InfrastructureError, Score, ScoringJob, Workspace
 
 from gyre_scorers.hidden import guard
-from gyre_scorers.hidden.suite import NO_TWINS, Results, Suite, milestones, read_suite, signed_records
+from gyre_scorers.hidden.probes import with_probes
+from gyre_scorers.hidden.suite import Results, Suite, milestones, read_suite, signed_records
 from gyre_scorers.hidden.tools import pytest_archive
-from gyre_scorers.hidden.twins import Twins, with_twins
 from gyre_scorers.options import PytestOptions
 
 _REMOVED = ("__pycache__", "*.pyc", "*.pth", "conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.ini")
@@ -41,13 +41,12 @@ class PytestScorer:
     async def score(self, job: ScoringJob, workspace: Workspace) -> Score:
         """One milestone per test."""
         suite = await asyncio.to_thread(read_suite, job.task, self._base_dir)
-        twins = NO_TWINS
-        if suite.twins:
-            twins = await asyncio.to_thread(with_twins, suite.files, random.Random(secrets.token_bytes(16)))
-            suite = dataclasses.replace(suite, files=twins.files)
         scratch = f".gyre-{secrets.token_hex(8)}"
         try:
-            results = await self._run(suite, twins, workspace, scratch)
+            await self._lay_out(suite, workspace, scratch)
+            results = await self._run(suite, workspace, scratch)
+            if suite.probes and results.void is None and results.passed:
+                await self._judge_again(suite, results, workspace, scratch)
         finally:
             with contextlib.suppress(OSError):
                 await workspace.run(ExecRequest(["rm", "-rf", scratch], 600.0, 1000))
@@ -55,20 +54,26 @@ class PytestScorer:
         why = f"void: {results.void}" if results.void else job.end.reason if partial else ""
         return Score.of_milestones(milestones(suite, results), complete=not partial, why=why)
 
-    async def _run(self, suite: Suite, twins: Twins, workspace: Workspace, scratch: str) -> Results:
-        await self._lay_out(suite, workspace, scratch)
-        for line in suite.setup:
-            await workspace.run(
-                ExecRequest(["sh", "-c", line], self.options.setup_s, 1 << 16, cwd=f"{scratch}/repo", env=_ENV)
-            )
-        if suite.setup:
-            await self._put_suite(suite, workspace, scratch)
-        results = Results(twins=twins)
-        deadline = time.monotonic() + (suite.timeout_s or self.options.timeout_s)
+    async def _judge_again(self, suite: Suite, results: Results, workspace: Workspace, scratch: str) -> None:
+        chance = random.Random(secrets.token_bytes(16))
+        probes = await asyncio.to_thread(with_probes, suite.files, chance)
+        if not probes.names:
+            return
+        changed = dataclasses.replace(suite, files=probes.files)
+        await workspace.run(ExecRequest(["rm", "-rf", scratch], self.options.setup_s, 1000))
+        await self._lay_out(changed, workspace, scratch)
+        results.judged_again(await self._run(changed, workspace, scratch, _AGAIN), probes)
+
+    async def _run(self, suite: Suite, workspace: Workspace, scratch: str, times: float = 1.0) -> Results:
+        """All runs of one judging. The tools are brought anew for each: a run before may have been at them."""
+        results = Results()
+        deadline = time.monotonic() + times * (suite.timeout_s or self.options.timeout_s)
         for _ in range(self.options.most_runs):
             left = deadline - time.monotonic()
             if left <= 0:
                 break
+            await workspace.write(f"{scratch}/tools.zip", pytest_archive())
+            await workspace.write(f"{scratch}/suite.ini", _INI)
             key = secrets.token_bytes(32)
             program = self._program(suite, scratch, key, sorted(results.outcomes))
             run = await self._python(suite, workspace, scratch, program, left)
@@ -101,9 +106,13 @@ class PytestScorer:
                 expected="room and time for a second copy",
                 fix="Raise the sandbox's disk limit or the scorer's option setup_s.",
             )
-        await workspace.write(f"{scratch}/tools.zip", pytest_archive())
-        await workspace.write(f"{scratch}/suite.ini", _INI)
         await self._put_suite(suite, workspace, scratch)
+        for line in suite.setup:
+            await workspace.run(
+                ExecRequest(["sh", "-c", line], self.options.setup_s, 1 << 16, cwd=f"{scratch}/repo", env=_ENV)
+            )
+        if suite.setup:
+            await self._put_suite(suite, workspace, scratch)
 
     async def _put_suite(self, suite: Suite, workspace: Workspace, scratch: str) -> None:
         """Whatever the agent, or its set-up, left where the suite goes is replaced."""
@@ -144,6 +153,8 @@ class PytestScorer:
         )
 
 
+_AGAIN = 1.5
+"""Times of a suite's time that a second judging may take: what just held the limit must not fail by it."""
 _CLEAR = """
 for target in "$@"; do
     if [ -L "$target" ]; then rm -f -- "$target"; fi

@@ -15,10 +15,9 @@ from typing import Any
 
 from gyre_core import Milestone, Task
 
-from gyre_scorers.hidden.twins import Twins
+from gyre_scorers.hidden.probes import Probes
 from gyre_scorers.reading import fault, value
 
-NO_TWINS = Twins({}, {})
 _KEYS: dict[str, type | tuple[type, ...]] = {
     "files": Mapping,
     "folder": str,
@@ -33,7 +32,7 @@ _KEYS: dict[str, type | tuple[type, ...]] = {
     "weights": Mapping,
     "skipped": str,
     "site_packages": bool,
-    "twins": bool,
+    "probes": bool,
 }
 
 
@@ -63,8 +62,8 @@ class Suite:
     test skips has failed."""
     site_packages: bool = False
     """Whether packages installed in the sandbox can be imported: one of them may be the very project to be written."""
-    twins: bool = True
-    """Whether some tests are run a second time as ones that must fail (see `twins`)."""
+    probes: bool = True
+    """Whether work that passed is judged a second time, with tests in it that must fail (see `probes`)."""
 
 
 def read_suite(task: Task, base_dir: str) -> Suite:
@@ -105,9 +104,21 @@ def signed_records(output: bytes, key: bytes) -> list[dict[str, Any]]:
     for line in output.split(b"\n"):
         mac, _, text = line.partition(b" ")
         if len(mac) == 64 and hmac.compare_digest(hmac.digest(key, text, "sha256").hex().encode(), mac):
-            record = json.loads(text)
+            record = _plain(json.loads(text))
             records.setdefault(record["n"], record)
     return [records[number] for number in sorted(records)]
+
+
+def _plain(found: Any) -> Any:
+    """The same with text that every encoding has: code under test may put half a character into what it says."""
+    match found:
+        case str():
+            return found.encode("utf-8", "replace").decode()
+        case list():
+            return [_plain(each) for each in found]
+        case dict():
+            return {key: _plain(each) for key, each in found.items()}
+    return found
 
 
 @dataclass(slots=True)
@@ -119,7 +130,6 @@ class Results:
     collected: list[str] = field(default_factory=list)
     uncollected: dict[str, str] = field(default_factory=dict)
     void: str | None = None
-    twins: Twins = NO_TWINS
     _pending: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Of the present run, since the last sign that it can be trusted."""
 
@@ -127,7 +137,7 @@ class Results:
         """Take in one run's records; True when another run could learn more."""
         running: str | None = None
         last: str | None = None
-        ended, self._pending, before = False, {}, dict(self.outcomes)
+        ended, self._pending = False, {}
         for record in records:
             match record["kind"]:
                 case "collected":
@@ -144,15 +154,28 @@ class Results:
                 case "end":
                     ended = True
                     self._trust(record)
-                    self._look_at_twins()
                     if record["code"] not in (0, 1):
                         self.uncollected["pytest"] = f"exit code {record['code']}: {record['said']}"
         if ended or last is None or self.void is not None or (running is None and limit is not None):
             return False
-        if running is None:
-            self.outcomes = before  # it ended between two tests, where only what ran in them can have ended it
+        # Between two tests it can only have been what ran last, which may have reported in its own name before.
         self.outcomes[running or last] = ("failed", f"ended the process ({limit or 'by itself'})")
         return limit is None or limit == "wall"
+
+    @property
+    def passed(self) -> list[str]:
+        """Ids of the tests that passed."""
+        return [name for name, (outcome, _) in self.outcomes.items() if outcome == "passed"]
+
+    def judged_again(self, again: Results, probes: Probes) -> None:
+        """Hold what passed against a second judging with probes: it counts if it passed again, or failed at the end of
+        a probe alone. A probe that passed makes all of it void."""
+        if again.void is not None or any(probes.among(name) for name in again.passed):
+            self.void = again.void or "a test that must fail passed"
+        for name in self.passed:
+            outcome, why = again.outcomes.get(name, ("failed", "was not reached"))
+            if outcome != "passed" and not probes.reached(why):
+                self.outcomes[name] = ("failed", f"passed, and when judged again {outcome}: {why}")
 
     def _trust(self, record: Mapping[str, Any]) -> None:
         """What came before a test that failed as it must, or a good end, counts."""
@@ -160,15 +183,7 @@ class Results:
         self.outcomes |= self._pending
         self._pending = {}
 
-    def _look_at_twins(self) -> None:
-        """A whole run has a result of each, and none passed."""
-        for name in self.collected:
-            if self.twins.among(name) and name not in self.outcomes:
-                self.void = self.void or "a test that must fail was not run"
-
     def _result(self, record: Mapping[str, Any]) -> None:
-        if record["outcome"] == "passed" and self.twins.among(record["id"]):
-            self.void = self.void or "a test that must fail passed"
         if self._pending.get(record["id"], ("passed", ""))[0] == "passed":
             self._pending[record["id"]] = (record["outcome"], record["why"])
 
@@ -180,8 +195,6 @@ def milestones(suite: Suite, results: Results) -> list[Milestone]:
     found: list[Milestone] = []
     left_out = 0
     for name in dict.fromkeys(results.collected):
-        if results.twins.among(name):
-            continue
         outcome, why = results.outcomes.get(name, ("failed", "was not reached"))
         if outcome == "skipped" and suite.skipped == "left out":
             left_out += 1
