@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import shutil
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from gyre_weights import CorruptError, VersionError, open_version, publish_full
+from gyre_weights import CorruptError, IncompleteError, VersionError, open_version, publish_full, versions_in
+from gyre_weights import ranks as ranks_module
 from gyre_weights.rank_share import RankShare
 from gyre_weights.ranks import RankVersions
+from gyre_weights.shm import shm_root
 from safetensors.torch import load_file, save_file
 from weights_models import changed, same, weights
 
@@ -185,3 +191,140 @@ async def test_a_publication_that_fails_leaves_nothing(order: Any, tmp_path: Pat
     ranks.tensors = changed(ranks.tensors, 0.02)
     made = await versions.publish(order(ranks, 1), ranks)
     assert same({n: t.torch() for n, t in open_version(made).items()}, ranks.tensors)
+
+
+@dataclass
+class Cramped(Ranks):
+    """Their files do not fit under `small`."""
+
+    small: Path = Path()
+    tried: list[Path] = field(default_factory=list)
+
+    def make_files(self, folder: Path) -> list[str]:
+        self.tried.append(folder)
+        if not folder.is_relative_to(self.small):
+            return super().make_files(folder)
+        folder.joinpath("model.safetensors").write_bytes(b"as far as it went")
+        raise OSError(28, "No space left on device", str(folder))
+
+
+async def test_whole_weights_that_do_not_fit_into_memory_are_compared_on_disk(
+    order: Any, tmp_path: Path, memory: Path
+) -> None:
+    """And memory is not tried, and taken from others, each time anew."""
+    ranks, versions = Cramped(weights(), small=memory), RankVersions("delta")
+    for version in range(3):
+        ranks.tensors = changed(ranks.tensors, 0.02, seed=version)
+        made = await versions.publish(order(ranks, version), ranks)
+        assert made.kind == ("delta" if version else "disk")
+        assert same({n: t.torch() for n, t in open_version(made).items()}, ranks.tensors)
+        assert not list(memory.rglob("*.safetensors"))
+        assert sorted(path.name for path in (tmp_path / "w").iterdir()) == [f"v{n}" for n in range(version + 1)]
+    assert sum(path.is_relative_to(memory) for path in ranks.tried) == 1
+    ranks.small = tmp_path
+    with pytest.raises(OSError, match="No space"):
+        await versions.publish(order(ranks, 3), ranks)
+    assert sorted(versions_in(tmp_path / "w")) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["disk", "shm", "delta"])
+async def test_what_a_killed_publication_left_goes_with_the_first_of_the_next(
+    kind: str, order: Any, tmp_path: Path, memory: Path
+) -> None:
+    ranks, folder = Ranks(weights()), tmp_path / "w"
+    root = shm_root(folder) if kind != "disk" else folder
+    for left in (root / ".whole-7", root / ".v7.0123abcd", folder / ".v7.4567abcd", folder / ".v1.89ab.old"):
+        left.mkdir(parents=True)
+        (left / "model.safetensors").write_bytes(b"half")
+    (folder / ".v7.link.12").symlink_to(root / "v7")
+    (folder / ".spare").mkdir()
+    versions = RankVersions(kind)
+    await versions.publish(order(ranks, 0), ranks)
+    assert sorted(path.name for path in folder.iterdir()) == [".spare", "v0"]
+    assert not [path for path in root.iterdir() if path.name.startswith((".whole", ".v"))]
+
+
+@pytest.mark.parametrize("kind", ["disk", "shm", "delta"])
+async def test_a_run_that_was_set_back_leaves_nothing_of_what_it_was_to_come(
+    kind: str, order: Any, tmp_path: Path, memory: Path
+) -> None:
+    """The process is killed after version 4 and goes on from version 1: version 3 is its newest, not 4."""
+    ranks = Ranks(weights())
+    killed = RankVersions(kind)
+    for version in range(5):
+        await killed.publish(order(ranks, version), ranks)
+    ranks.tensors, versions = weights(9), RankVersions(kind)
+    for version in (2, 3):
+        ranks.tensors = changed(ranks.tensors, 0.02, seed=version)
+        await versions.publish(order(ranks, version, keep=2), ranks)
+        assert max(versions_in(tmp_path / "w")) == version
+    assert sorted(versions_in(tmp_path / "w")) == [2, 3]
+    assert {number for root in memory.iterdir() for number in versions_in(root)} == ({2, 3} if kind == "shm" else set())
+    versions.close()
+    left = open_version(tmp_path / "w" / "v3")
+    assert same({n: t.torch() for n, t in left.items()}, ranks.tensors)
+
+
+async def test_memory_that_others_wrote_to_does_not_settle(order: Any, tmp_path: Path, memory: Path) -> None:
+    """What is put on disk is what was published last, whatever numbers lie there."""
+    ranks, versions = Ranks(weights()), RankVersions("shm")
+    await versions.publish(order(ranks, 3), ranks)
+    publish_full(shm_root(tmp_path / "w"), 4, weights(9), kind="shm")
+    versions.close()
+    assert sorted(versions_in(tmp_path / "w")) == [3]
+    assert same({n: t.torch() for n, t in open_version(tmp_path / "w" / "v3").items()}, ranks.tensors)
+
+
+async def test_a_version_that_is_dropped_while_it_is_loaded_stays_whole_for_who_loads(
+    order: Any, tmp_path: Path, memory: Path
+) -> None:
+    """Also the versions it rests on; one that is gone before is refused before the first tensor."""
+    ranks, versions = Ranks(weights()), RankVersions("delta")
+    for version in range(3):
+        made = await versions.publish(order(ranks, version), ranks)
+        ranks.tensors, published = changed(ranks.tensors, 0.02, seed=version), ranks.tensors
+    assert made.kind == "delta"
+    opened = ranks.shares[0].open(made.location)
+    for version in range(3):
+        shutil.rmtree(tmp_path / "w" / f"v{version}")
+    assert same({name: opened[name].clone() for name in opened}, published)
+    for version in range(3, 5):
+        made = await versions.publish(order(ranks, version), ranks)
+    shutil.rmtree(tmp_path / "w" / "v3")
+    with pytest.raises(IncompleteError, match="v3"):
+        ranks.shares[0].open(made.location)
+
+
+@pytest.mark.parametrize("kind", ["disk", "shm", "delta"])
+async def test_nothing_slow_is_done_in_the_event_loop(
+    kind: str, order: Any, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever waits for the disk or gives much memory back would let the whole cell stand still."""
+    loops, done, here = [], set(), threading.current_thread()
+
+    def watch(module: Any, name: str) -> None:
+        inner = getattr(module, name)
+
+        def watched(*args: Any, **told: Any) -> Any:
+            done.add(name)
+            if threading.current_thread() is here:
+                loops.append(name)
+            return inner(*args, **told)
+
+        monkeypatch.setattr(module, name, watched)
+
+    for module, name in ((os, "fsync"), (shutil, "rmtree")):
+        watch(module, name)
+    for name in ("sweep", "drop_links", "link_version", "drop_old", "finish_version", "drop_drafts"):
+        watch(ranks_module, name)
+    ranks, versions = Ranks(weights()), RankVersions(kind, full_every=3)
+
+    async def ask(op: str, args: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        return await asyncio.to_thread(asyncio.run, ranks(op, args))  # ranks are other processes
+
+    for version in range(5):
+        await versions.publish(order(ranks, version, keep=2), ask)
+        ranks.tensors = changed(ranks.tensors, 0.02, seed=version)
+    assert done > {"rmtree", "drop_old", "finish_version", "drop_drafts"}
+    assert ("sweep" in done) is (kind != "disk")
+    assert loops == []

@@ -352,6 +352,28 @@ def test_a_crashed_owner_leaves_its_versions_to_the_next_and_an_hour_later_nothi
     assert sorted(versions_in(root)) == [5, 6]
 
 
+@pytest.mark.parametrize("kind", ["disk", "shm", "delta"])
+def test_a_publisher_that_was_set_back_keeps_what_it_published_since(kind: str, tmp_path: Path, memory: Path) -> None:
+    """And nothing that a killed publication left."""
+    folder = tmp_path / "weights"
+    killed = Publisher(kind, folder)
+    for version in range(5):
+        killed.publish(version, lambda: weights(0))
+    (folder / ".v5.0123abcd").mkdir()
+    for root in memory.iterdir():
+        (root / ".v5.0123abcd").mkdir()
+    publisher = Publisher(kind, folder, keep=2)
+    for version in (2, 3):
+        publisher.publish(version, lambda: weights(9))
+    assert sorted(path.name for path in folder.iterdir()) == ["v2", "v3"]
+    assert not [path for root in memory.iterdir() for path in root.glob(".v*")]
+    if kind == "shm":
+        publish_full(next(memory.iterdir()), 8, weights(1), kind="shm")
+    publisher.close()
+    assert sorted(versions_in(folder)) == ([3] if kind == "shm" else [2, 3])
+    assert same(torch_of(folder / "v3"), weights(9))
+
+
 def test_roots_of_the_dead_are_swept(tmp_path: Path, memory: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()

@@ -1,12 +1,14 @@
 """A version's folder: made aside, complete at the moment it gets its name, dropped when it is old.
 
 Invariants: `v<N>` either does not exist or is whole (its manifest is written last, then one rename); the newest `keep`
-versions stay, and with each delta everything it rests on. Not here: what the shards hold.
+versions stay, and with each delta everything it rests on; a number above the one just published is of a run that was
+set back, and does not stay. Not here: what the shards hold.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +19,8 @@ from typing import TypeAlias
 from gyre_weights.errors import WeightsError
 from gyre_weights.manifest import read_manifest
 from gyre_weights.spares import Spares
+
+_DRAFT = re.compile(r"\.v\d+\.|\.whole-\d")
 
 Extras: TypeAlias = "Mapping[str, bytes | Path]"
 """Small files beside the weights (config.json, the tokenizer's): content, or the file to copy, by name."""
@@ -50,6 +54,18 @@ def new_folder(target: Path, *, durable: bool = True) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def drop_drafts(root: str | Path) -> list[Path]:
+    """Remove what publications that were killed left under `root`; which were removed. For the only process that
+    publishes there, before its first publication."""
+    dropped = [path for path in Path(root).glob(".*") if _DRAFT.match(path.name)]
+    for path in dropped:
+        if path.is_symlink():
+            path.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    return dropped
 
 
 def put_in_place(partial: Path, target: Path, old: Path, *, durable: bool) -> None:
@@ -102,13 +118,22 @@ def chain(root: str | Path, version: int) -> list[int]:
     return found
 
 
-def drop_old(root: str | Path, keep: int, spare: Iterable[str | Path] = (), spares: Spares | None = None) -> list[int]:
+def drop_old(
+    root: str | Path,
+    keep: int,
+    spare: Iterable[str | Path] = (),
+    spares: Spares | None = None,
+    *,
+    newest: int | None = None,
+) -> list[int]:
     """Remove all but the newest `keep` versions, the folders in `spare`, and what these rest on; which were removed.
-    The last one's shards go to `spares`. A reader that has a dropped version open keeps its mapping."""
+    Versions above `newest` are of a run that was set back since, and go as well. The last one's shards go to `spares`.
+    A reader that has a dropped version open keeps its mapping."""
     versions = versions_in(root)
     spared = {Path(path).resolve() for path in spare}
     wanted: set[int] = set()
-    kept = sorted(versions)[-keep:] + [version for version, path in versions.items() if path.resolve() in spared]
+    ours = sorted(version for version in versions if newest is None or version <= newest)
+    kept = ours[-keep:] + [version for version, path in versions.items() if path.resolve() in spared]
     for version in kept:
         wanted.update(chain(root, version))
     dropped = []

@@ -48,7 +48,8 @@ def publish_full(
     spare: Iterable[str | Path] = (),
     shard_bytes: int = SHARD_BYTES,
 ) -> Published:
-    """Write `root`/v<version> from a stream of tensors and drop versions beyond the newest `keep`.
+    """Write `root`/v<version> from a stream of tensors and drop versions beyond the newest `keep`, and
+    those above it, which are of a run that was set back.
 
     `kind` "disk" forces everything to disk before the folder gets its name; "shm" is for a root in shared memory and
     does not, and writes over the memory of the version that was dropped last (`gyre_weights.spares`). `spare` are
@@ -107,7 +108,7 @@ def _publish(
     with new_folder(target, durable=durable) as draft:
         part = write(draft)
         manifest = finish_version(draft, [part], version=version, kind=kind, base=base, extras=extras, durable=durable)
-    drop_old(root, keep, [*spare, target], spares)  # also after a step back to an older number
+    drop_old(root, keep, [*spare, target], spares, newest=version)
     return Published(
         version, str(target), kind, sum(manifest.files.values()), time.perf_counter() - started, manifest.digest,
         None if base is None else base.version, None if base is None else part.changed,

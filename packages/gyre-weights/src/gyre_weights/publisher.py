@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gyre_weights.arrays import Named
 from gyre_weights.errors import MismatchError
-from gyre_weights.folder import Extras, drop_old, version_folder
+from gyre_weights.folder import Extras, drop_drafts, drop_old, version_folder
 from gyre_weights.publish import SHARD_BYTES, publish_delta, publish_full
 from gyre_weights.shadow import Shadow
 from gyre_weights.shm import drop_links, link_version, own, settle, shm_root, sweep
@@ -52,6 +52,8 @@ class Publisher:
         self._shadow: Shadow | None = None
         self._deltas = 0
         self._root: Path | None = None
+        self._last: int | None = None
+        """The version published last."""
 
     def publish(
         self,
@@ -62,11 +64,12 @@ class Publisher:
     ) -> Published:
         """Publish `version`. `tensors` makes the stream; for kind delta it may be called twice (a full version is
         also copied aside, to take the next difference to)."""
-        if self.kind is Kind.SHM:
-            return self._shm(version, tensors, extras, spare)
-        if self.kind is Kind.DELTA:
-            return self._delta(version, tensors, extras, spare)
-        return self._full(version, tensors, extras, spare)
+        if self._last is None:
+            drop_drafts(self.folder)
+        ways = {Kind.SHM: self._shm, Kind.DELTA: self._delta, Kind.DISK: self._full}
+        published = ways[self.kind](version, tensors, extras, spare)
+        self._last = version
+        return published
 
     def _full(
         self, version: int, tensors: Callable[[], Named], extras: Extras | None, spare: Iterable[str | Path]
@@ -81,6 +84,7 @@ class Publisher:
         if self._root is None:
             sweep()
             self._root = shm_root(self.folder)
+            drop_drafts(self._root)
         own(self._root, self.folder.resolve())
         spare = list(spare)
         published = publish_full(
@@ -89,7 +93,7 @@ class Publisher:
         )  # fmt: skip
         link_version(self.folder, version, Path(published.location))
         drop_links(self.folder)
-        drop_old(self.folder, self._keep, [*spare, version_folder(self.folder, version)])
+        drop_old(self.folder, self._keep, [*spare, version_folder(self.folder, version)], newest=version)
         return published
 
     def _delta(
@@ -125,8 +129,8 @@ class Publisher:
         return version_folder(self.folder, shadow.version).is_dir()
 
     def close(self) -> Path | None:
-        """End: what lies in shared memory goes to disk as `folder`/v<N> and the memory is given back. Where the newest
-        version lies, if it was moved."""
+        """End: what lies in shared memory goes to disk as `folder`/v<N> and the memory is given back. Where the
+        version published last lies, if it was moved."""
         self._shadow = None
         root, self._root = self._root, None
-        return None if root is None else settle(self.folder, root)
+        return None if root is None else settle(self.folder, root, self._last)

@@ -41,8 +41,11 @@ class RankShare:
         }  # fmt: skip
 
     def open(self, location: str) -> Mapping[str, Any]:
-        """The tensors of a version, or of a Hugging Face folder, in torch; a delta's are patched copies."""
-        return AsTorch(open_version(location))
+        """The tensors of a version, or of a Hugging Face folder, in torch; a delta's are patched copies. All of it is
+        held before the first is read: a version that is dropped meanwhile does not end half loaded."""
+        version = open_version(location)
+        version.hold()
+        return AsTorch(version)
 
     def _mine(self, sizes: Mapping[str, int]) -> list[str]:
         return sorted(sizes, key=lambda name: (-sizes[name], name))[self._rank :: self._world]

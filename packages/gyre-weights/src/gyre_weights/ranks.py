@@ -2,8 +2,9 @@
 
 The ranks fill the files of a draft in place, at once; then each digests, or compares with the version before, a share
 of the tensors (`rank_share`); this process, which holds no tensor, makes the manifest and gives the folder its name.
-The files are what a trainer of one process makes. Invariants: those of `Publisher`; nothing is gathered. All ranks see
-this machine's file systems. Not here: how ranks are reached: `ask(command, values)` gives every rank's answer.
+The files are what a trainer of one process makes. Invariants: those of `Publisher`; nothing is gathered; what waits for
+a disk or gives much memory back does so in a thread, for the event loop is the cell's. All ranks see this machine's
+file systems. Not here: how ranks are reached: `ask(command, values)` gives every rank's answer.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from gyre_weights.errors import CorruptError, IncompleteError, VersionError, WeightsError
-from gyre_weights.folder import drop_old, flush, new_folder, version_folder
+from gyre_weights.folder import drop_drafts, drop_old, flush, new_folder, version_folder
 from gyre_weights.manifest import BaseRef, Manifest, TensorEntry, read_manifest
 from gyre_weights.publish import Part, finish_version
 from gyre_weights.publisher import Kind
@@ -75,6 +77,10 @@ class RankVersions:
         self.kind, self._full_every, self._worth = Kind(kind), full_every, worth
         self._folder: Path | None = None
         self._memory: Path | None = None
+        self._last: int | None = None
+        """The version published last."""
+        self._cramped = False
+        """Whole weights did not fit into shared memory, so the next are not tried there."""
         self._deltas = 0
         self._again = False
         """The last delta was not worth it."""
@@ -113,8 +119,7 @@ class RankVersions:
         """Publish; OSError when the medium is full, and nothing is left behind then."""
         began = time.perf_counter()
         if self._folder != order.folder:
-            await asyncio.to_thread(self.close)
-            self._folder = order.folder
+            await asyncio.to_thread(self._begin, order.folder)
         if self.kind is Kind.SHM:
             manifest, changed = await self._shm(order, ask), None
         elif self.kind is Kind.DELTA:
@@ -122,16 +127,25 @@ class RankVersions:
         else:
             manifest, changed = await self._full(order, order.folder, "disk", ask), None
         target = version_folder(order.folder, order.version)
-        await asyncio.to_thread(drop_old, order.folder, order.keep, [order.spare, target])
+        await asyncio.to_thread(drop_old, order.folder, order.keep, [order.spare, target], newest=order.version)
+        self._last = order.version
         base = None if manifest.base is None else manifest.base.version
         return Published(
             order.version, str(target), manifest.kind, sum(manifest.files.values()), time.perf_counter() - began,
             manifest.digest, base, changed,
         )  # fmt: skip
 
+    def _begin(self, folder: Path) -> None:
+        """Publish to this folder from now on. What a process that was killed was making there is removed."""
+        self.close()
+        drop_drafts(folder)
+        self._folder = folder
+        if self.kind is Kind.DELTA:
+            self._scratch_root(folder)
+
     async def _full(self, order: Order, root: Path, kind: str, ask: Ask) -> Manifest:
         durable = kind == "disk"
-        with new_folder(version_folder(root, order.version), durable=durable) as draft:
+        async with _draft(version_folder(root, order.version), durable=durable) as draft:
             names = await self._fill(order, draft, ask)
             if durable:
                 for name in names:
@@ -139,10 +153,10 @@ class RankVersions:
             digests: dict[str, str] = {}
             for answer in await ask("digest", {"folder": str(draft)}):
                 digests |= answer["digests"]
-            part = _part(draft, names, digests)
-            return finish_version(
-                draft, [part], version=order.version, kind=kind, extras=order.extras, durable=durable
-            )  # fmt: skip
+            part = await asyncio.to_thread(_part, draft, names, digests)
+            return await asyncio.to_thread(
+                finish_version, draft, [part], version=order.version, kind=kind, extras=order.extras, durable=durable
+            )
 
     async def _fill(self, order: Order, draft: Path, ask: Ask) -> list[str]:
         """Names of the files with all weights in `draft`."""
@@ -151,19 +165,21 @@ class RankVersions:
         return [Path(file).name for file in files]
 
     async def _shm(self, order: Order, ask: Ask) -> Manifest:
-        root = self._root(order.folder)
+        root = await asyncio.to_thread(self._root, order.folder)
         manifest = await self._full(order, root, "shm", ask)
         target = version_folder(root, order.version)
-        link_version(order.folder, order.version, target)
-        await asyncio.to_thread(drop_old, root, order.keep, [order.spare, target])
-        drop_links(order.folder)
+        await asyncio.to_thread(link_version, order.folder, order.version, target)
+        await asyncio.to_thread(drop_old, root, order.keep, [order.spare, target], newest=order.version)
+        await asyncio.to_thread(drop_links, order.folder)
         return manifest
 
     def _root(self, folder: Path) -> Path:
         """This run's folder in shared memory."""
         if self._memory is None:
             sweep()
-            self._memory = shm_root(folder)
+            memory = shm_root(folder)
+            drop_drafts(memory)
+            self._memory = memory
         own(self._memory, folder.resolve())
         return self._memory
 
@@ -193,42 +209,81 @@ class RankVersions:
         return BaseRef(version, digest, folder.name)
 
     async def _difference(self, order: Order, base: BaseRef, ask: Ask) -> tuple[Manifest, int]:
-        with new_folder(version_folder(order.folder, order.version)) as draft:
-            whole = self._scratch(order)
-            try:
-                await self._fill(order, whole, ask)
+        async with _draft(version_folder(order.folder, order.version)) as draft:
+            async with self._whole(order, ask) as whole:
                 values = {"folder": str(whole), "draft": str(draft), "version": order.version}
                 answers = await ask("differ", values)
-            finally:
-                shutil.rmtree(whole, ignore_errors=True)
-            manifest = finish_version(
-                draft, len(answers), version=order.version, kind="delta", base=base, extras=order.extras
-            )
+            manifest = await asyncio.to_thread(
+                finish_version, draft, len(answers), version=order.version, kind="delta", base=base,
+                extras=order.extras,
+            )  # fmt: skip
         await ask("advance", {"version": order.version, "digest": manifest.digest})
         self._deltas += 1
         self._again = sum(manifest.files.values()) > self._worth * manifest.full_bytes
         return manifest, sum(int(answer["changed"]) for answer in answers)
 
-    def _scratch(self, order: Order) -> Path:
-        """A folder for whole weights that are looked at once: in memory where there is a file system for that."""
+    @asynccontextmanager
+    async def _whole(self, order: Order, ask: Ask) -> AsyncIterator[Path]:
+        """A folder with whole weights that are looked at once: in memory if they fit there, else on disk."""
+        made = await asyncio.to_thread(self._scratch, order)
         try:
-            root = self._root(order.folder)
-        except IncompleteError:
-            root = order.folder
-        made = root / f".whole-{order.version}"
-        shutil.rmtree(made, ignore_errors=True)  # of a publication that was killed
+            try:
+                await self._fill(order, made, ask)
+            except OSError:
+                if made.parent == order.folder:
+                    raise
+                self._cramped = True
+                await asyncio.to_thread(_clear, made)  # before the disk is tried: others need the memory
+                made = await asyncio.to_thread(self._scratch, order)
+                await self._fill(order, made, ask)
+            yield made
+        finally:
+            await asyncio.to_thread(_clear, made)
+
+    def _scratch(self, order: Order) -> Path:
+        """An empty folder for whole weights."""
+        made = self._scratch_root(order.folder) / f".whole-{order.version}"
+        _clear(made)
         made.mkdir(parents=True)
         return made
 
+    def _scratch_root(self, folder: Path) -> Path:
+        """In memory where there is a file system for that with any room, else the run's folder."""
+        if self._cramped:
+            return folder
+        try:
+            return self._root(folder)
+        except (IncompleteError, OSError):
+            return folder
+
     def close(self) -> None:
-        """End: what lies in shared memory goes to disk as `folder`/v<N> and the memory is given back."""
+        """End: the version published last, if it lies in shared memory, goes to disk as `folder`/v<N>; the memory is
+        given back."""
         memory, self._memory = self._memory, None
+        last, self._last = self._last, None
         if memory is None or self._folder is None:
             return
         if self.kind is Kind.SHM:
-            settle(self._folder, memory)
+            settle(self._folder, memory, last)
         else:
             remove(memory)
+
+
+@asynccontextmanager
+async def _draft(target: Path, *, durable: bool = True) -> AsyncIterator[Path]:
+    """`new_folder`, for an event loop."""
+    draft = new_folder(target, durable=durable)
+    made = await asyncio.to_thread(draft.__enter__)
+    try:
+        yield made
+    except BaseException as error:
+        await asyncio.to_thread(draft.__exit__, type(error), error, error.__traceback__)
+        raise
+    await asyncio.to_thread(draft.__exit__, None, None, None)
+
+
+def _clear(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _part(draft: Path, files: Sequence[str], digests: Mapping[str, str]) -> Part:

@@ -3,8 +3,8 @@
 A root is a folder under /dev/shm (Linux), named after the run's own folder, with the owner's pid in it. Versions in it
 have the same form as on disk, so any reader of a folder can take them, and a mapping of them is the memory itself.
 Invariants: `v<N>` in the run's folder is a link to the version in memory, so a crash of one process loses nothing
-while the machine lives; `settle` puts the newest version on disk and gives the memory back; roots whose owner is gone
-and which nobody has published to for an hour are removed by `sweep`.
+while the machine lives; `settle` puts the version published last on disk and gives the memory back; roots whose owner
+is gone and which nobody has published to for an hour are removed by `sweep`.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def drop_links(folder: str | Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def settle(folder: str | Path, root: Path) -> Path | None:
-    """Put the newest version in `root` on disk as `folder`/v<N>, then give the memory back. Where it lies now; None
-    when there was none. OSError when the disk is full: the memory is kept then."""
+def settle(folder: str | Path, root: Path, last: int | None = None) -> Path | None:
+    """Put version `last`, the one published last (None: the newest there is), on disk as `folder`/v<N>, then give the
+    memory back. Where it lies now; None when there was none. OSError when the disk is full: the memory is kept then."""
     versions = versions_in(root)
     target: Path | None = None
     if versions:
-        newest = max(versions)
-        target = version_folder(folder, newest)
+        wanted = last if last in versions else max(versions)
+        target = version_folder(folder, wanted)
         with new_folder(target) as draft:
-            for path in versions[newest].iterdir():
+            for path in versions[wanted].iterdir():
                 shutil.copyfile(path, draft / path.name)
                 flush(draft / path.name)
     remove(root)

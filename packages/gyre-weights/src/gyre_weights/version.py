@@ -160,6 +160,14 @@ class Version(Mapping[str, HostTensor]):
             self.base = found
         return self.base
 
+    def hold(self) -> None:
+        """Open every file of it and of all that it rests on, so that nobody who drops one takes anything away from
+        here. IncompleteError when one is gone already."""
+        for file in self.manifest.files:
+            self._open(file)
+        if self.is_delta:
+            self.open_base().hold()
+
     def read_into(self, name: str, memory: Bytes, start: int) -> None:
         """Full version: fill `memory` with the bytes of tensor `name` from `start` on."""
         entry = self.manifest.stored[name]
@@ -168,10 +176,13 @@ class Version(Mapping[str, HostTensor]):
     def _window(self, entry: StoredEntry) -> HostTensor:
         return self._mapped(entry).tensor(entry)
 
+    def _open(self, file: str) -> MappedFile:
+        if file not in self._maps:
+            self._maps[file] = MappedFile(self.folder / file, self._doing)
+        return self._maps[file]
+
     def _mapped(self, entry: StoredEntry) -> MappedFile:
-        if entry.file not in self._maps:
-            self._maps[entry.file] = MappedFile(self.folder / entry.file, self._doing)
-        mapped = self._maps[entry.file]
+        mapped = self._open(entry.file)
         if mapped.data.nbytes < entry.offset + entry.nbytes:
             raise IncompleteError(
                 self._doing, got=f"{entry.file} of {mapped.data.nbytes} bytes",
