@@ -156,7 +156,7 @@ class ProxyHost:
         """Refuse further calls and record the verdict."""
         score = None if message.score is None else Score(message.score, message.milestones)
         service = self._up()
-        more = {"verdict": message.verdict} if message.verdict else {}
+        more = {"verdict": message.verdict or None}  # None takes away what an earlier closing left
         info = await service.close_execution(message.execution, Status(message.status), score, message.cause, more)
         leaves = len(self._store.load_tree(message.execution).leaves())
         return Closed(info.sampled_tokens, max(0, leaves - 1))

@@ -26,13 +26,16 @@ class Helper:
         self._child: Child | None = None
         self._arrived = asyncio.Event()
 
-    async def start(self, fleet: Fleet) -> None:
-        """Its first or next life; raises what `launch` raises."""
+    async def start(self, fleet: Fleet) -> Child:
+        """Its first or next life; raises what `launch` raises. One that is `gone` already died between its "ready" and
+        now: nobody could know it as this helper's, so whoever starts it treats it as a loss.
+        """
         if self._child is not None:
             await fleet.stop(self._child, grace_s=0.0)
         self._arrived.clear()
-        self._child = await self._launch()
+        child = self._child = await self._launch()
         self._arrived.set()
+        return child
 
     def lives_as(self, cell: CellId) -> bool:
         """Whether `cell` names its present life."""

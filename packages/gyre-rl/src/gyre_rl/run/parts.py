@@ -162,6 +162,12 @@ class Parts:
         await self.fleet.ready(child, ProxyReady)
         return child
 
+    async def start_helper(self, helper: Helper) -> None:
+        """Start the agents' process or the proxy; a death that came too early to be known as its own is told now."""
+        child = await helper.start(self.fleet)
+        if child.gone.is_set():
+            self.on_loss(child.id, "it ended as soon as it was ready")
+
     # -- messages of the processes ---------------------------------------------------------------------------
     async def on_message(self, cell: CellId, topic: str, body: bytes) -> Any:
         """An event or question of a child. An event that cannot be handled ends the run: nobody would tell it again."""
@@ -265,7 +271,7 @@ class Parts:
     async def _restart(self, name: str, core: bool) -> None:
         try:
             if name in (AGENTS, PROXY):
-                await (self.agents if name == AGENTS else self.proxy).start(self.fleet)
+                await self.start_helper(self.agents if name == AGENTS else self.proxy)
             else:
                 await self._restart_cell(name, core)
         except GyreError as error:
@@ -377,7 +383,7 @@ async def assembled(
             on_over=parts.execution_over,
         )
         _, _, cells = await asyncio.gather(
-            parts.proxy.start(parts.fleet), parts.agents.start(parts.fleet), parts.cells.start_all(source, restore)
+            parts.start_helper(parts.proxy), parts.start_helper(parts.agents), parts.cells.start_all(source, restore)
         )
         parts.store = Store.open(directory.store)
         stack.callback(parts.store.close)

@@ -42,6 +42,8 @@ log = logging.getLogger("gyre.run")
 Post = Callable[[sched.Event], None]
 EVIDENCE = 1000
 """Characters of a milestone's evidence that are kept in the store."""
+CLOSES = 3
+"""How often closing an execution is tried at most, each time in the next life of the proxy."""
 
 
 class Process(Protocol):
@@ -282,11 +284,17 @@ class Rollout:
         return outcome
 
     async def _close(self, recorded: str, outcome: Outcome) -> Closed:
+        """Keep what it earned. Closing twice does no harm, and the work of hours must not end with the proxy's life."""
         score = outcome.score
         milestones = {} if score is None else {m.name: float(m.passed) for m in score.milestones}
         value = None if score is None else score.value
         verdict = {} if score is None else verdict_of(score)
         closing = CloseExecution(recorded, outcome.end.status.value, value, milestones, outcome.end.reason, verdict)
+        for _ in range(CLOSES - 1):
+            proxy = await self.proxy.reach()
+            with contextlib.suppress(CellLostError):
+                return await proxy.call("/close", closing, Closed)
+            await self.proxy.ended(proxy)  # so that its next life is reached, not this one once more
         return await (await self.proxy.reach()).call("/close", closing, Closed)
 
     def _tell(
