@@ -240,6 +240,23 @@ async def test_a_core_that_began_from_a_published_version_is_restored_after_its_
         await core.close()
 
 
+async def test_a_core_that_was_set_back_keeps_what_it_publishes_since(tmp_path: Path, model: Path) -> None:
+    """Version 4 of before is not its newest; what it began from stays."""
+    core, weights = make(tmp_path, options=dataclasses.replace(OPTIONS, keep_versions=2)), tmp_path / "weights"
+    for version in (3, 4, 9):
+        (weights / f"v{version}").mkdir(parents=True)
+    model.rename(weights / "v7")
+    try:
+        await core.start(WeightSource(0, str(weights / "v7")), core=True)
+        for version in range(3):
+            made = await core.publish(str(weights))
+            assert made.version == version
+            await core.step(1.0)
+        assert sorted(path.name for path in weights.iterdir()) == ["v1", "v2", "v7"]
+    finally:
+        await core.close()
+
+
 async def test_a_disk_that_is_full_is_told_as_an_error_of_the_run(tmp_path: Path, model: Path) -> None:
     class Full(Numbered):
         refusals = ValueError

@@ -354,11 +354,12 @@ def test_a_crashed_owner_leaves_its_versions_to_the_next_and_an_hour_later_nothi
 
 @pytest.mark.parametrize("kind", ["disk", "shm", "delta"])
 def test_a_publisher_that_was_set_back_keeps_what_it_published_since(kind: str, tmp_path: Path, memory: Path) -> None:
-    """And nothing that a killed publication left."""
+    """And nothing that a killed publication left, nor, on disk, what a run of another kind did."""
     folder = tmp_path / "weights"
     killed = Publisher(kind, folder)
     for version in range(5):
         killed.publish(version, lambda: weights(0))
+    publish_full(folder, 7, weights(1))
     (folder / ".v5.0123abcd").mkdir()
     for root in memory.iterdir():
         (root / ".v5.0123abcd").mkdir()

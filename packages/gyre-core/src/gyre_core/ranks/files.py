@@ -83,12 +83,13 @@ def model_files(source: Path, dtype: str) -> dict[str, bytes]:
     return found
 
 
-def drop_old_versions(folder: Path, keep: int, spare: Path) -> None:
-    """Keep the newest `keep` folders v<N>, and `spare`."""
+def drop_old_versions(folder: Path, keep: int, spare: Path, newest: int) -> None:
+    """Keep `keep` folders v<N> up to `newest`, and `spare`. What is above is of a run that was set back since."""
     versions = {int(p.name[1:]): p for p in folder.glob("v*") if p.is_dir() and p.name[1:].isdigit()}
-    for version in sorted(versions)[:-keep]:
-        if versions[version].resolve() != spare.resolve():
-            shutil.rmtree(versions[version], ignore_errors=True)
+    kept = sorted(version for version in versions if version <= newest)[-keep:]
+    for version, path in versions.items():
+        if version not in kept and path.resolve() != spare.resolve():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _mark(path: Path) -> dict[str, int]:

@@ -153,7 +153,7 @@ class PlainVersions:
             for name, content in order.extras.items():
                 (partial / name).write_bytes(content)
             size = sum(Path(path).stat().st_size for path in made)
-        files.drop_old_versions(order.folder, order.keep, order.spare)
+        files.drop_old_versions(order.folder, order.keep, order.spare, order.version)
         return OnDisk(str(target), size, time.perf_counter() - began)
 
     async def shapes(self, source: WeightSource) -> Shapes:
