@@ -12,7 +12,18 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from gyre_core import CellId, CellLostError, ComponentContext, ContextLengthError, InfrastructureError
+from gyre_core import (
+    CellId,
+    CellLostError,
+    ComponentContext,
+    ContextLengthError,
+    ExecutionEnd,
+    ExecutionStatus,
+    InfrastructureError,
+    Milestone,
+    Score,
+)
+from gyre_rl.agents.host import Outcome
 from gyre_rl.procs.child import ChildSpec
 from gyre_rl.procs.fleet import Child, Fleet
 from gyre_rl.procs.launcher import LocalLauncher
@@ -53,6 +64,46 @@ async def test_an_error_crosses_as_what_it_was(peer):
 async def test_a_foreign_error_names_itself(peer):
     with pytest.raises(InfrastructureError, match="RuntimeError: unlucky"):
         await peer.call("/double", Number(13), Number)
+
+
+HALF = "\ud800"
+"""Half a surrogate pair, as in `ValueError('\\ud800')`: a text that UTF-8 cannot say."""
+
+
+async def test_a_text_that_cannot_be_said_in_utf8_crosses_spelled_out(peer):
+    milestones = (Milestone(f"n{HALF}", True, 2.0, f"ValueError: {HALF}"), Milestone("plain", False, 1.0, "é"))
+    end = ExecutionEnd(ExecutionStatus.TIMEOUT, HALF, turns=3, evidence={HALF: [HALF, 1, b"raw"]}, answered_calls=2)
+    sent = Outcome(end, Score.of_milestones(milestones, complete=False, why=HALF), 1.5)
+
+    async def run(message: Number) -> Outcome:
+        if message.value == 13:
+            raise ValueError(HALF)
+        return sent
+
+    runner, port = await serve(build_app("secret", [Endpoint("/run", Number, run)]), "127.0.0.1", 0)
+    agents = Peer(peer._http, f"http://127.0.0.1:{port}", "secret", "agents")
+    came = await agents.call("/run", Number(1), Outcome)
+    assert came.score == Score(
+        2.0 / 3.0,
+        (Milestone(r"n\ud800", True, 2.0, r"ValueError: \ud800"), Milestone("plain", False, 1.0, "é")),
+        False,
+        r"\ud800",
+    )
+    assert (came.end.reason, came.end.turns, came.end.answered_calls, came.seconds) == (r"\ud800", 3, 2, 1.5)
+    assert came.end.evidence == {r"\ud800": [r"\ud800", 1, b"raw"]}
+    with pytest.raises(InfrastructureError, match=r"ValueError: \\ud800"):
+        await agents.call("/run", Number(13), Outcome)
+    await runner.cleanup()
+
+
+async def test_an_answer_that_cannot_be_sent_is_told_as_such(peer):
+    async def strange(message: Number) -> object:
+        return object()
+
+    runner, port = await serve(build_app("secret", [Endpoint("/strange", Number, strange)]), "127.0.0.1", 0)
+    with pytest.raises(InfrastructureError, match=r"answering a request.*TypeError.*object"):
+        await Peer(peer._http, f"http://127.0.0.1:{port}", "secret", "x").call("/strange", Number(1), Number)
+    await runner.cleanup()
 
 
 async def test_a_wrong_token_is_refused(peer):
@@ -107,6 +158,8 @@ class EchoHost:
             for number in range(3):
                 await link.send("told", number)
             await link.ask("hang", 0, int)
+        if self.spec.body.get("ask strangely"):
+            await link.ask("strange", 0, int)
         answer = await link.ask("sum", [1, 2, 3], int)
         return Number(answer)
 
@@ -138,6 +191,8 @@ class Owner:
             except asyncio.CancelledError:
                 self.told.append("nobody listens")
                 raise
+        if topic == "strange":
+            return object()
         assert topic == "sum"
         return sum(unpack(body, list[int]))
 
@@ -195,6 +250,12 @@ async def test_a_child_that_cannot_start_says_why(fleet):
     made, _ = fleet
     with pytest.raises(InfrastructureError, match="orders to fail"):
         await made.ready(await _start(made, fail=True), Number)
+
+
+async def test_an_answer_to_a_child_that_cannot_be_sent_is_told_as_such(fleet):
+    made, _ = fleet
+    with pytest.raises(InfrastructureError, match=r"TypeError.*object"):
+        await made.ready(await _start(made, **{"ask strangely": True}), Number, 30.0)
 
 
 async def test_a_child_that_dies_at_its_start_shows_its_log(fleet):

@@ -101,12 +101,12 @@ class Link:
 
     async def _answer(self, frame: Frame) -> None:
         try:
-            answer, fault = await self._handler(frame.topic, bytes(frame.body)), False
+            answer, fault = pack(await self._handler(frame.topic, bytes(frame.body))), False
         except Exception as error:  # noqa: BLE001 - boundary: the asker gets the failure as it was
-            answer, fault = Fault.of(error), True
+            answer, fault = pack(Fault.of(error)), True
         if frame.number > 0:
             try:
-                await self._write(Frame(-frame.number, frame.topic, msgspec.Raw(pack(answer)), fault))
+                await self._write(Frame(-frame.number, frame.topic, msgspec.Raw(answer), fault))
             except CellLostError:
                 return
 

@@ -23,8 +23,25 @@ MAX_BODY = 1 << 30
 
 
 def pack(message: Any) -> bytes:
-    """Encode a dataclass, NamedTuple or plain value."""
-    return msgspec.msgpack.encode(message)
+    """Encode a dataclass, NamedTuple or plain value. What UTF-8 cannot say of a text (half a surrogate pair, say in an
+    error that an agent's work caused) is spelled out: no text may keep an outcome from arriving.
+    """
+    try:
+        return msgspec.msgpack.encode(message)
+    except UnicodeEncodeError:
+        return msgspec.msgpack.encode(_spelled(msgspec.to_builtins(message, builtin_types=(bytes,))))
+
+
+def _spelled(value: Any) -> Any:
+    """Plain data with every text in it as UTF-8 can say it."""
+    match value:
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode()
+        case dict():
+            return {_spelled(key): _spelled(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_spelled(each) for each in value]
+    return value
 
 
 def unpack(data: bytes, as_type: type[T]) -> T:
@@ -99,9 +116,10 @@ def _handler(token: str, endpoint: Endpoint) -> Callable[[web.Request], Awaitabl
         try:
             message = unpack(await request.read(), endpoint.request)
             answer = await endpoint.handler(message)
+            body = pack(answer if answer is not None else Empty())
         except Exception as error:  # noqa: BLE001 - boundary: every failure crosses to the caller as what it was
             return web.Response(status=500, body=pack(Fault.of(error)))
-        return web.Response(body=pack(answer if answer is not None else Empty()))
+        return web.Response(body=body)
 
     return handle
 
