@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from gyre_core import Kind, PluginError, PluginManager
+from gyre_rl.cli.sizing import memory_problems
 from gyre_rl.config import load
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -58,6 +59,26 @@ def test_gyre_check_finds_a_file_good_and_its_model_fits(file):
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["ok"]
     assert bool(told["memory"]) == (file.stem != "laptop")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
+def test_every_model_fits(file):
+    need_plugins(file)
+    assert list(memory_problems(load(file))) == []
+
+
+@pytest.mark.parametrize(("stage", "fits"), [(2, False), (3, True)])
+def test_32_billion_weights_fit_on_8_accelerators_when_they_are_sharded_too(stage, fits, tmp_path):
+    """Masters and moments are in host memory; stage 2 leaves all weights on each accelerator."""
+    file = EXAMPLES / "files" / "8-gpus.toml"
+    need_plugins(file)
+    shape = json.loads((EXAMPLES / "models" / "qwen3-14b.json").read_text())
+    shape |= {"num_hidden_layers": 64, "num_attention_heads": 64, "intermediate_size": 25600}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    sets = {"model.shape": f'"{tmp_path}/config.json"', "trainer.stage": stage, "cells.accelerators": 8}
+    sets["trainer.offload_optimizer"] = "true"
+    config = load(file, [f"{key}={value}" for key, value in sets.items()])
+    assert bool(list(memory_problems(config))) != fits
 
 
 @pytest.mark.slow

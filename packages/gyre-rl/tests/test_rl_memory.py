@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from gyre_rl.cli.sizing import memory_line, memory_problems
+from gyre_rl.cli.sizing import memory_line, memory_problems, size
 from gyre_rl.config import PluginChoice, RunConfig
-from gyre_rl.config.memory import GIB, RESERVED, ModelShape, estimate, problems_of, shape_of
+from gyre_rl.config.memory import GIB, RESERVED, Kept, ModelShape, estimate, kept_by_default, problems_of, shape_of
 from gyre_rl.config.schema import CellsConfig, LossConfig, ModelConfig
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +49,7 @@ def test_a_small_model_by_hand() -> None:
     # attention 4*2*2*(2+1) = 48, feed-forward 3*4*8 = 96, two layers 288; embeddings 40
     assert shape.parameters == 328
     found = estimate(shape, accelerators=2, accelerator_gib=80, micro_batch_tokens=5, context_tokens=7)
-    logits = 2 * 4 * 2048 * 10 // 2
+    logits = 2 * 4 * 2048 * 10
     activations = 2 * 7 * 2 * 4 + 2 * 7 * (8 * 4 + 4 * 8) + logits
     assert found.rollout_weights == 328
     assert found.satellite == 328 + 656 + activations + RESERVED
@@ -56,19 +57,49 @@ def test_a_small_model_by_hand() -> None:
     assert found.full_contexts == found.kv_tokens // 7
 
 
-def test_a_trainer_that_keeps_copies_needs_more_and_experts_are_shared_out_further() -> None:
-    def sized(weight_shards: tuple[int, int] | None):
+def test_what_a_trainer_keeps_is_counted_kind_by_kind() -> None:
+    def sized(satellite: Kept, core: Kept):
         return estimate(
-            shape_of(QWEN3_30B_A3B), accelerators=8, accelerator_gib=80, micro_batch_tokens=1, context_tokens=1000,
-            weight_shards=weight_shards,
-        )  # fmt: skip
+            whole, accelerators=8, accelerator_gib=80, micro_batch_tokens=1, context_tokens=1000, kept=(satellite, core)
+        )
 
     whole = shape_of(QWEN3_30B_A3B)
-    assert sized((8, 8)) == sized(None)
-    assert sized((1, 8)).core - sized((8, 8)).core == 18 * (whole.parameters - whole.of_experts) * 7 // 8
-    assert sized((1, 4)).core - sized((1, 8)).core == 18 * whole.of_experts // 8
-    assert sized((1, 1)).rollout_weights == sized((8, 8)).rollout_weights
+    plain, experts = whole.parameters - whole.of_experts, whole.of_experts
+    nothing, usual = sized({}, {}), {"weights": (2, 8, 8)}
+    assert nothing.core == nothing.satellite
+    assert sized(usual, {}).satellite - nothing.satellite == 2 * plain // 8 + 2 * experts // 8
+    assert sized(usual, {}).core == nothing.core
+    whole_here = sized({}, {"weights": (2, 1, 4), "open sum": (4, 8, 8)})
+    assert whole_here.core - nothing.core == 2 * plain + 2 * experts // 4 + 4 * plain // 8 + 4 * experts // 8
+    assert whole_here.satellite == nothing.satellite
+    assert whole_here.rollout_weights == nothing.rollout_weights
     assert shape_of(QWEN3_8B).of_experts == 0
+
+
+def test_a_trainer_that_says_nothing_shards_all_over_all() -> None:
+    def sized(kept: tuple[Kept, Kept] | None):
+        return estimate(
+            shape_of(QWEN3_8B), accelerators=4, accelerator_gib=80, micro_batch_tokens=1, context_tokens=1, kept=kept
+        )
+
+    satellite: Kept = {"weights": (2, 4, 4), "gradients": (4, 4, 4)}
+    assert sized(None) == sized((satellite, satellite | {"optimizer": (12, 4, 4)}))
+    assert kept_by_default(4, core=False) == satellite
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Options of a trainer every rank of which has all weights, and the core its optimizer shared out."""
+
+    def kept(self, accelerators: int, *, core: bool) -> Kept:
+        return {"weights": (2, 1, 1)} | ({"optimizer": (12, accelerators, accelerators)} if core else {})
+
+
+def test_options_of_a_trainer_say_what_it_keeps(tmp_path: Path) -> None:
+    shape, usual = shape_of(QWEN3_8B), config_for(tmp_path, 4)
+    copies = replace(usual, trainer=PluginChoice("some", Copies()))
+    assert size(copies, shape).satellite - size(usual, shape).satellite == (2 - 6 / 4) * shape.parameters
+    assert size(copies, shape).core - size(copies, shape).satellite == 12 * shape.parameters // 4
 
 
 @given(st.integers(1, 64), st.integers(1_000, 200_000))

@@ -45,6 +45,34 @@ def test_a_cell_has_one_rank_for_each_accelerator(tmp_path: Path) -> None:
         plan_of(DeepSpeedTrainerOptions(python=sys.executable, ranks=16), cell)
 
 
+NARROW = {"dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("told", "satellite"),
+    [
+        (NARROW, {"weights": (2, 1), "gradients": (4, 8), "masters": (4, 8), "open sum": (4, 8)}),
+        ({"stage": 1}, {"weights": (4, 1), "gradients": (4, 1), "masters": (4, 8), "open sum": (4, 8)}),
+        (NARROW | {"stage": 3}, {"weights": (2, 8), "gradients": (4, 8), "masters": (4, 8), "open sum": (4, 8)}),
+        ({"stage": 3}, {"weights": (4, 8), "gradients": (4, 8), "open sum": (4, 8)}),
+        (NARROW | {"ranks": 4}, {"weights": (2, 1), "gradients": (4, 4), "masters": (4, 4), "open sum": (4, 4)}),
+        (NARROW | {"offload_optimizer": True}, {"weights": (2, 1), "open sum": (4, 8)}),
+        (NARROW | {"stage": 3, "offload_optimizer": True, "offload_parameters": True}, {"open sum": (4, 8)}),
+        (
+            {"stage": 3, "offload_parameters": True},
+            {"gradients": (4, 8), "masters": (4, 8), "open sum": (4, 8)},
+        ),
+    ],
+)
+def test_the_memory_estimate_is_told_what_ranks_keep(told: Any, satellite: dict[str, tuple[int, int]]) -> None:
+    options = DeepSpeedTrainerOptions(**told)
+    expected = {kind: (size, shards, shards) for kind, (size, shards) in satellite.items()}
+    assert options.kept(8, core=False) == expected
+    ranks = options.ranks or 8
+    moments = {} if options.offload_optimizer else {"moments": (8, ranks, ranks)}
+    assert options.kept(8, core=True) == expected | moments
+
+
 def test_it_is_registered_and_its_environment_is_described() -> None:
     (found,) = gyre_register()
     assert (found.kind, found.name) == (Kind.TRAINER, "deepspeed")

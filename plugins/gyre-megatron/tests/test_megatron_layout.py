@@ -172,7 +172,7 @@ def test_ranks_follow_from_the_split_or_from_the_cell(tmp_path: Path) -> None:
     context = ComponentContext(str(tmp_path), "cell")
     assert world(MegatronTrainerOptions(tensor_parallel=2, pipeline_parallel=2), context) == 4
     spread = MegatronTrainerOptions(expert_parallel=4, pipeline_parallel=2)
-    assert (world(spread, context), spread.weight_shards) == (8, (2, 8))
+    assert world(spread, context) == 8
     cell = ComponentContext(str(tmp_path), "cell", device="cuda:0", accelerators=8)
     assert world(MegatronTrainerOptions(tensor_parallel=2), cell) == 8
     with pytest.raises(ConfigError, match="multiple"):
@@ -181,6 +181,18 @@ def test_ranks_follow_from_the_split_or_from_the_cell(tmp_path: Path) -> None:
         plan_of(MegatronTrainerOptions(python=sys.executable), context)
     plan = plan_of(MegatronTrainerOptions(python=sys.executable, cpu_shim=True), context)
     assert json.loads(json.dumps(plan.body))["options"]["cpu_shim"] is True
+
+
+def test_the_memory_estimate_is_told_what_ranks_keep() -> None:
+    """Megatron's float32 gradient buffers and the adapter's sum of them, at a satellite too."""
+    spread = MegatronTrainerOptions(dtype="bfloat16", expert_parallel=4, pipeline_parallel=2)
+    satellite = {"weights": (2, 2, 8), "gradients": (4, 2, 8), "open sum": (4, 2, 8)}
+    assert spread.kept(8, core=False) == satellite
+    assert spread.kept(8, core=True) == satellite | {"moments": (8, 2, 8), "masters": (4, 2, 8)}
+    copies = MegatronTrainerOptions(tensor_parallel=2)
+    assert copies.kept(8, core=True) == {
+        "weights": (4, 2, 2), "gradients": (4, 2, 2), "open sum": (4, 2, 2), "moments": (8, 2, 2),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["default", "llama3", "linear"])

@@ -5,6 +5,7 @@ Invariant: a combination that this adapter does not compute is refused when the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gyre_core.ranks.options import RankTrainerOptions, one_of
@@ -35,6 +36,24 @@ class DeepSpeedTrainerOptions(RankTrainerOptions):
             )
         if self.offload_parameters and self.stage != 3:
             raise ValueError("options of DeepSpeedTrainerOptions: offload_parameters needs stage 3")
+
+    def kept(self, accelerators: int, *, core: bool) -> Mapping[str, tuple[int, int, int]]:
+        """For the memory estimate of `gyre check`: by kind, bytes for each weight, and over how many accelerators the
+        weights that every token meets and those of experts are sharded, which is the same here. A satellite has masters
+        too: ZeRO makes them with the engine, but where weights of stage 3 are float32 and do as well. What is offloaded
+        is in host memory; the adapter's open sum never is."""
+        ranks = self.ranks or accelerators
+        own_masters = self.stage < 3 or self.dtype != "float32" or self.offload_parameters
+        found: dict[str, tuple[int, int]] = {"open sum": (4, ranks)}
+        if not self.offload_parameters:
+            found["weights"] = (2 if self.dtype == "bfloat16" else 4, ranks if self.stage == 3 else 1)
+        if not self.offload_optimizer:
+            found["gradients"] = (4, ranks if self.stage > 1 else 1)
+            if own_masters:
+                found["masters"] = (4, ranks)
+            if core:
+                found["moments"] = (8, ranks)
+        return {kind: (size, shards, shards) for kind, (size, shards) in found.items()}
 
     @property
     def router_replay(self) -> bool:

@@ -6,6 +6,7 @@ on the number of ranks or on the model, when the ranks start.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gyre_core.ranks.options import RankTrainerOptions, at_least
@@ -61,11 +62,15 @@ class MegatronTrainerOptions(RankTrainerOptions):
                 f"pipeline_parallel x expert_parallel = {self.split}"
             )
 
-    @property
-    def weight_shards(self) -> tuple[int, int]:
-        """Over how many ranks weights, gradients and optimizer state are sharded: those of experts last."""
+    def kept(self, accelerators: int, *, core: bool) -> Mapping[str, tuple[int, int, int]]:
+        """For the memory estimate of `gyre check`: by kind, bytes for each weight, and over how many accelerators the
+        weights that every token meets and those of experts are split. Data-parallel ranks hold the same."""
         plain = self.tensor_parallel * self.pipeline_parallel
-        return plain, plain * self.expert_parallel
+        narrow = self.dtype == "bfloat16"
+        found = {"weights": 2 if narrow else 4, "gradients": 4, "open sum": 4}
+        if core:
+            found |= {"moments": 8} | ({"masters": 4} if narrow else {})
+        return {kind: (size, plain, self.split) for kind, size in found.items()}
 
     @property
     def split(self) -> int:

@@ -22,13 +22,15 @@ def model_shape(config: RunConfig) -> ModelShape | None:
 
 def size(config: RunConfig, shape: ModelShape) -> Estimate:
     """The estimate for the run's cells."""
+    count = config.cells.accelerators
+    kept = getattr(config.trainer.options, "kept", None)
     return estimate(
         shape,
-        accelerators=config.cells.accelerators,
+        accelerators=count,
         accelerator_gib=config.cells.accelerator_gib,
         micro_batch_tokens=config.loss.micro_batch_tokens,
         context_tokens=config.limits.max_context_tokens or config.loss.micro_batch_tokens,
-        weight_shards=getattr(config.trainer.options, "weight_shards", None),
+        kept=(kept(count, core=False), kept(count, core=True)) if kept else None,
     )
 
 

@@ -7,18 +7,18 @@
     one layer recomputed, and a tile of logits                TRAIN
     key and value of a token                       4 L G D    ROLLOUT, from what is left
 
-all but the activations divided by the cell's accelerators, over which trainers and engines shard them; a trainer that
-keeps copies says over how many it shards what every token meets and what experts have (`weight_shards` of its options).
-H is the hidden size, G the key-value heads, D their size. Invariant: pure, and on the careful side: activations are not
-divided. It does not know of an engine's or trainer's other options, of fragmentation beyond `RESERVED`, or of quantised
-weights.
+all but the activations divided by the cell's accelerators. What a trainer keeps depends on the trainer: the options of
+one that shards less, or that sums gradients in a place of its own, say so by `kept(accelerators, core=...)`, whose
+answer (`Kept`) replaces the first three lines in TRAIN. H is the hidden size, G the key-value heads, D their size.
+Invariant: pure, and on the careful side: activations are not divided. It does not know of an engine's or trainer's
+other options, of fragmentation beyond `RESERVED`, or of quantised weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 GIB = 1 << 30
 USABLE = 0.92
@@ -27,6 +27,10 @@ RESERVED = 2 * GIB
 """Work space of kernels and collectives."""
 LOGIT_TILE_ROWS = 2048
 """Rows of logits that exist at once (gyre_loss.logprob)."""
+
+Kept: TypeAlias = Mapping[str, tuple[int, int, int]]
+"""What a trainer keeps on a cell's accelerators while it trains, by kind: bytes for each weight, over how many
+accelerators the weights that every token meets are sharded, and over how many those of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,12 @@ class Estimate:
     """Executions at the longest context that one rollout cell holds at once."""
 
 
+def kept_by_default(accelerators: int, *, core: bool) -> Kept:
+    """Of a trainer whose options say nothing: it shards all over all."""
+    found = {"weights": 2, "gradients": 4} | ({"optimizer": 12} if core else {})
+    return {kind: (size, accelerators, accelerators) for kind, size in found.items()}
+
+
 def estimate(
     shape: ModelShape,
     *,
@@ -112,22 +122,29 @@ def estimate(
     accelerator_gib: float,
     micro_batch_tokens: int,
     context_tokens: int,
-    weight_shards: tuple[int, int] | None = None,
+    kept: tuple[Kept, Kept] | None = None,
 ) -> Estimate:
-    """The memory of a cell of `accelerators` devices with `accelerator_gib` GiB each. `weight_shards`: over how many of
-    them the trainer shards what every token meets, and what experts have; None: over all."""
+    """The memory of a cell of `accelerators` devices with `accelerator_gib` GiB each. `kept`: what the trainer keeps as
+    a satellite and as the core; None: `kept_by_default`."""
     weights = 2 * shape.parameters // accelerators
-    plain, expert = weight_shards or (accelerators, accelerators)
-    held = (shape.parameters - shape.of_experts) // plain + shape.of_experts // expert
-    gradients, moments = 4 * held, 12 * held
+    of_satellite, of_core = kept or tuple(kept_by_default(accelerators, core=core) for core in (False, True))
     tokens = max(micro_batch_tokens, context_tokens)  # a tree longer than a micro-batch makes one of its own
-    kept = 2 * tokens * shape.layers * shape.hidden
+    checkpoints = 2 * tokens * shape.layers * shape.hidden
     layer = 2 * tokens * (8 * shape.hidden + 4 * shape.feed_forward * max(shape.experts_per_token, 1))
-    logits = 2 * 4 * LOGIT_TILE_ROWS * shape.vocabulary // accelerators
-    satellite = 2 * held + gradients + kept + layer + logits + RESERVED
+    logits = 2 * 4 * LOGIT_TILE_ROWS * shape.vocabulary
+    beside = checkpoints + layer + logits + RESERVED
+    satellite, core = (_bytes(shape, each) + beside for each in (of_satellite, of_core))
     usable = int(USABLE * accelerator_gib * GIB)
     kv_tokens = max(0, usable - weights - RESERVED) * accelerators // shape.kv_bytes_per_token
-    return Estimate(weights, satellite, satellite + moments, usable, kv_tokens, kv_tokens // context_tokens)
+    return Estimate(weights, satellite, core, usable, kv_tokens, kv_tokens // context_tokens)
+
+
+def _bytes(shape: ModelShape, kept: Kept) -> int:
+    """On one accelerator."""
+    experts = shape.of_experts
+    return sum(
+        size * (shape.parameters - experts) // plain + size * experts // expert for size, plain, expert in kept.values()
+    )
 
 
 def problems_of(found: Estimate) -> list[str]:
@@ -137,7 +154,8 @@ def problems_of(found: Estimate) -> list[str]:
         if need > found.usable:
             said.append(
                 f"a {role} needs about {need / GIB:.0f} GiB an accelerator of which {found.usable / GIB:.0f} are "
-                "usable; give the cells more accelerators, a smaller loss.micro_batch_tokens, or shorter contexts"
+                "usable; give the cells more accelerators, a trainer that shards or offloads more, a smaller "
+                "loss.micro_batch_tokens, or shorter contexts"
             )
     if not found.full_contexts:
         said.append(
