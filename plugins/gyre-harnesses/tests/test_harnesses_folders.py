@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -72,3 +73,51 @@ def test_a_folder_that_is_cleared_as_it_is_made_is_made_again(tmp_path, monkeypa
     assert os.listdir(tmp_path) == []
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.close(folder.lock)
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("keep", [False, True])
+def test_where_folders_cannot_be_locked_they_are_made_unlocked_and_never_cleared(tmp_path, monkeypatch, number, keep):
+    real, tries = folders.fcntl.flock, []
+
+    def flock(descriptor, how):
+        tries.append(descriptor)
+        assert len(tries) < 10, "it is not tried for ever"
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(folders.fcntl, "flock", flock)
+    made = folders.make(str(tmp_path), keep=keep)
+    assert os.listdir(tmp_path) == [Path(made.path).name]
+    assert len(tries) == 1
+    folders.clear(str(tmp_path))
+    monkeypatch.setattr(folders.fcntl, "flock", real)
+    folders.clear(str(tmp_path))  # by one that can lock here
+    assert Path(made.path).is_dir()
+    made.free()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_of_others_stays_where_folders_cannot_be_locked(tmp_path, monkeypatch):
+    (tmp_path / "wabc").mkdir()
+
+    def flock(descriptor, how):
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(folders.fcntl, "flock", flock)
+    folders.clear(str(tmp_path))
+    assert os.listdir(tmp_path) == ["wabc"]
+
+
+def test_a_folder_that_cannot_be_opened_is_an_error_and_not_tried_for_ever(tmp_path, monkeypatch):
+    real, tries = os.open, []
+
+    def opened(path, flags, *more, **named):
+        if not flags & os.O_DIRECTORY:
+            return real(path, flags, *more, **named)
+        tries.append(path)
+        assert len(tries) < 10, "it is not tried for ever"
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(folders.os, "open", opened)
+    with pytest.raises(OSError, match="open files"):
+        folders.make(str(tmp_path), keep=False)

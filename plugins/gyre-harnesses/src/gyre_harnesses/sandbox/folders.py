@@ -1,7 +1,8 @@
 """The folders of workspaces: made, held while they are in use, removed, and cleared when whoever made them was killed.
 
 Invariant: a folder is locked by the process that made it as long as it is in use, so a folder that can be locked is
-nobody's and is removed; one that shall be kept is never cleared. Not here: what is in a folder.
+nobody's and is removed; one that shall be kept, or that lies where folders cannot be locked (NFS), is never cleared.
+Not here: what is in a folder.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gyre_core.errors import InfrastructureError
 
 log = logging.getLogger("gyre.sandbox")
 
-_PREFIX, _KEPT = "w", "kept-"
+_PREFIX, _KEPT, _UNLOCKED = "w", "kept-", "unlocked-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class Folder:
     """A folder that this process holds."""
 
     path: str
-    lock: int
-    """Descriptor of the folder; the lock ends with it, or with this process."""
+    lock: int | None
+    """Descriptor of the folder; the lock ends with it, or with this process. None where folders cannot be locked."""
 
     def free(self) -> None:
         """Remove it; InfrastructureError when something stays."""
@@ -39,15 +40,25 @@ class Folder:
 
     def let_go(self) -> None:
         """Hold it no more and leave it where it is."""
-        os.close(self.lock)
+        if self.lock is not None:
+            os.close(self.lock)
 
 
 def make(base: str, *, keep: bool) -> Folder:
-    """A fresh folder in `base`. One to `keep` has a name of its own kind. OSError when there is no room or right."""
+    """A fresh folder in `base`. One to `keep`, or that cannot be locked, has a name of its own kind. OSError when there
+    is no room or right.
+    """
     os.makedirs(base, exist_ok=True)
     while True:
         path = tempfile.mkdtemp(prefix=_KEPT if keep else _PREFIX, dir=base)
-        held = _hold(path)
+        try:
+            held = _hold(path)
+        except _NoLocksError as error:
+            log.info("folders in %s cannot be locked (%s); those of a process that is killed stay", base, error)
+            if keep:
+                return Folder(path, None)
+            os.rmdir(path)  # who can lock here, from another machine say, would take it for nobody's
+            return Folder(tempfile.mkdtemp(prefix=_UNLOCKED, dir=base), None)
         if held is not None and os.path.isdir(path):
             return Folder(path, held)
         if held is not None:  # another process cleared it in the moment before it was held
@@ -60,7 +71,11 @@ def clear(base: str) -> None:
         for entry in entries:
             if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
                 continue
-            held = _hold(entry.path)
+            try:
+                held = _hold(entry.path)
+            except (_NoLocksError, OSError) as error:
+                log.info("%s is left alone: %s", entry.path, error)
+                continue
             if held is None:
                 continue
             try:
@@ -69,17 +84,26 @@ def clear(base: str) -> None:
                 log.warning("%s", error)
 
 
+class _NoLocksError(Exception):
+    """The file system has no locks for folders."""
+
+
 def _hold(path: str) -> int | None:
-    """The folder's descriptor with the lock on it; None when another holds it, or it is gone."""
+    """The folder's descriptor with the lock on it; None when another holds it, or it is gone. OSError when it cannot be
+    opened, _NoLocksError when it cannot be locked by anybody.
+    """
     try:
         found = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return None
     try:
         fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(found)
         return None
+    except OSError as error:
+        os.close(found)
+        raise _NoLocksError(str(error)) from error
     return found
 
 
