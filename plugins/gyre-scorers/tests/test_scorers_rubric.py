@@ -105,9 +105,13 @@ async def test_an_empty_workspace_earns_nothing_unasked(workspace, context, job)
         (Refuse(429), 3),
         (Refuse(0), 3),
         (Say("I think yes"), 3),
+        (Refuse(200, "<html>a page of the gateway</html>"), 3),
+        (Refuse(200, '{"error": {"message": "overloaded"}}'), 3),
+        (Refuse(200, '{"choices": []}'), 3),
+        (Refuse(200, "null"), 3),
         (Refuse(401), 1),
     ],
-    ids=["500", "429", "cut", "nonsense", "401"],
+    ids=["500", "429", "cut", "nonsense", "a page", "an error", "no choice", "null", "401"],
 )
 async def test_a_judge_is_asked_again_a_bounded_number_of_times(workspace, context, job, answer, asked):
     await workspace.write("a.txt", b"x")

@@ -122,9 +122,7 @@ class RubricScorer:
         except (http.client.HTTPException, OSError) as error:
             raise _AwayError(f"{type(error).__name__} at {url}: {error}") from error
         except (ValueError, LookupError, TypeError) as error:
-            raise InfrastructureError(
-                f"asking the judge at {url}", got=f"{type(error).__name__}: {error}", expected="a chat completion"
-            ) from error
+            raise _AwayError(f"no chat completion at {url}: {type(error).__name__}: {error}") from error
 
 
 def read_verdict(text: str) -> tuple[bool, str] | None:
