@@ -6,8 +6,10 @@ import asyncio
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -253,6 +255,41 @@ async def test_a_core_that_was_set_back_keeps_what_it_publishes_since(tmp_path: 
             assert made.version == version
             await core.step(1.0)
         assert sorted(path.name for path in weights.iterdir()) == ["v1", "v2", "v7"]
+    finally:
+        await core.close()
+
+
+async def test_no_file_is_made_forced_to_disk_or_removed_in_the_event_loop(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for the disk would let the whole cell stand still."""
+    done, in_loop, loop = set(), [], threading.current_thread()
+
+    def watch(module: Any, name: str) -> None:
+        inner = getattr(module, name)
+
+        def watched(*args: Any, **told: Any) -> Any:
+            done.add(name)
+            if threading.current_thread() is loop:
+                in_loop.append(name)
+            return inner(*args, **told)
+
+        monkeypatch.setattr(module, name, watched)
+
+    core = make(tmp_path, options=dataclasses.replace(OPTIONS, keep_versions=1))
+    try:
+        await core.start(WeightSource(0, str(model)), core=True)
+        for module, name in ((os, "fsync"), (os, "posix_fallocate"), (shutil, "rmtree")):
+            watch(module, name)
+        for version in range(2):
+            await core.accumulate(batch(str(version), add=1.0))
+            made = await core.export_contribution(f"c{version}", 1, str(tmp_path / "parts"))
+            await core.add_contribution(made)
+            await core.step(1.0)
+            await core.publish(str(tmp_path / "weights"))
+            await core.save(str(tmp_path / "checkpoint"))
+        assert done == {"fsync", "posix_fallocate", "rmtree"}
+        assert in_loop == []
     finally:
         await core.close()
 

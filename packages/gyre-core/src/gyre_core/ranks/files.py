@@ -6,13 +6,14 @@ that one cut short is refused and not half used.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,18 @@ def new_file(target: Path) -> Iterator[Path]:
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@asynccontextmanager
+async def off_loop(manager: AbstractContextManager[Path]) -> AsyncIterator[Path]:
+    """`manager`, entered and left in a thread: forcing a model to disk takes longer than an event loop may wait."""
+    made = await asyncio.to_thread(manager.__enter__)
+    try:
+        yield made
+    except BaseException as error:
+        await asyncio.to_thread(manager.__exit__, type(error), error, error.__traceback__)
+        raise
+    await asyncio.to_thread(manager.__exit__, None, None, None)
 
 
 def model_files(source: Path, dtype: str) -> dict[str, bytes]:

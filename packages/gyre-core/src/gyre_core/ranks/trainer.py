@@ -273,8 +273,8 @@ class RankTrainer:
                 raise InfrastructureError(f"exporting contribution {contribution_id!r}", got="ranks that died with it")
             entries = [Entry(name, "F32", shape) for name, shape in self._shapes.items()]
             try:
-                with files.new_file(Path(made.location)) as partial:
-                    create(partial, entries, self._open.header(made))
+                async with files.off_loop(files.new_file(Path(made.location))) as partial:
+                    await asyncio.to_thread(create, partial, entries, self._open.header(made))
                     await self._ask("export", {"file": str(partial)})
             except OSError as error:
                 raise InfrastructureError(f"exporting contribution {contribution_id!r}", got=str(error)) from error
@@ -385,7 +385,7 @@ class RankTrainer:
 
         async def work() -> None:
             await self._usable("saving a checkpoint")
-            with files.new_folder(Path(folder)) as partial:
+            async with files.off_loop(files.new_folder(Path(folder))) as partial:
                 await self._save_into(partial)
                 for name, content in files.model_files(Path(self._origin.location), self.options.dtype).items():
                     (partial / name).write_bytes(content)
@@ -396,8 +396,8 @@ class RankTrainer:
 
     async def _save_into(self, folder: Path) -> tuple[list[str], str]:
         """Weights and optimizer state as files of `folder`, filled by the ranks."""
-        weights = self._weight_files(folder)
-        optimizer = make_state_file(folder / files.OPTIMIZER, self._shapes, self._kinds())
+        weights = await asyncio.to_thread(self._weight_files, folder)
+        optimizer = await asyncio.to_thread(make_state_file, folder / files.OPTIMIZER, self._shapes, self._kinds())
         await self._ask("save", {"files": weights, "optimizer": optimizer})
         return weights, optimizer
 

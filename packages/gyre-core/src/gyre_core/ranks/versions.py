@@ -147,13 +147,13 @@ class PlainVersions:
         """See `Versions`."""
         began = time.perf_counter()
         target = order.folder / f"v{order.version}"
-        with files.new_folder(target) as partial:
+        async with files.off_loop(files.new_folder(target)) as partial:
             made = await asyncio.to_thread(order.make_files, partial)
             await ask("publish", {"files": made})
             for name, content in order.extras.items():
                 (partial / name).write_bytes(content)
             size = sum(Path(path).stat().st_size for path in made)
-        files.drop_old_versions(order.folder, order.keep, order.spare, order.version)
+        await asyncio.to_thread(files.drop_old_versions, order.folder, order.keep, order.spare, order.version)
         return OnDisk(str(target), size, time.perf_counter() - began)
 
     async def shapes(self, source: WeightSource) -> Shapes:
