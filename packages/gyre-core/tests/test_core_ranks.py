@@ -224,6 +224,27 @@ async def test_weights_that_were_loaded_in_part_are_of_no_version(tmp_path: Path
         await satellite.close()
 
 
+async def test_new_ranks_that_could_not_load_what_the_dead_had_are_of_no_version(tmp_path: Path, model: Path) -> None:
+    """It was dropped since; they live, and take the next."""
+    versions = Numbered(2)
+    satellite = make(tmp_path, versions=versions)
+    try:
+        await satellite.start(WeightSource(2, str(model)), core=False)
+        os.kill(satellite.pids[1], signal.SIGKILL)
+        with pytest.raises(InfrastructureError):
+            await satellite.accumulate(batch("a", add=1.0))
+        assert satellite.version == 2
+        versions.number = 3
+        with pytest.raises(InfrastructureError, match="expected version 2"):
+            await satellite.accumulate(batch("a", add=1.0))
+        assert satellite.pids
+        assert satellite.version == -1
+        await satellite.load_weights(WeightSource(3, str(model)))
+        assert satellite.version == 3
+    finally:
+        await satellite.close()
+
+
 async def test_a_core_that_began_from_a_published_version_is_restored_after_its_ranks_died(
     tmp_path: Path, model: Path
 ) -> None:
