@@ -7,6 +7,7 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -180,9 +181,14 @@ class Owner:
         self.lost = asyncio.Event()
         self.told: list[int | str] = []
 
+        self.hears = asyncio.Event()
+        """What it is told is handled once this is set."""
+        self.hears.set()
+
     async def on_message(self, cell: CellId, topic: str, body: bytes) -> Any:
         if topic == "told":
             await asyncio.sleep(0.6)
+            await self.hears.wait()
             self.told.append(unpack(body, int))
             return None
         if topic == "hang":
@@ -244,6 +250,47 @@ async def test_what_a_child_told_before_it_died_is_handled_before_its_loss(fleet
     await _start(made, **{"die telling": True})
     await asyncio.wait_for(owner.lost.wait(), 30)
     assert owner.told == ["nobody listens", 0, 1, 2, "lost"]
+
+
+async def test_handling_what_a_dead_child_told_may_take_as_long_as_it_must(fleet, monkeypatch):
+    made, owner = fleet
+    owner.hears.clear()
+    child = await _start(made, **{"die telling": True})
+    await asyncio.wait_for(child.process.wait(), 30)
+    while "nobody listens" not in owner.told:
+        await asyncio.sleep(0.01)
+    loop = asyncio.get_running_loop()
+    real = loop.time
+    for hours in (1, 2, 3):  # whatever waits for a time at all has waited long enough
+        monkeypatch.setattr(loop, "time", lambda hours=hours: real() + 3600.0 * hours)
+        for _ in range(20):
+            await asyncio.sleep(0)
+            await asyncio.to_thread(lambda: None)
+        assert not owner.lost.is_set()
+    owner.hears.set()
+    while not owner.lost.is_set():
+        await asyncio.sleep(0.01)
+    assert owner.told == ["nobody listens", 0, 1, 2, "lost"]
+
+
+async def test_a_connection_that_outlives_its_process_is_closed_from_here(fleet, monkeypatch):
+    monkeypatch.setattr("gyre_rl.procs.fleet.CLOSING_S", 0.1)
+    made, owner = fleet
+    child = await _start(made)
+    await made.ready(child, Number)
+    ended = asyncio.Event()
+
+    async def over() -> int:  # the process is over, says the launcher; the connection stands
+        await ended.wait()
+        return 0
+
+    waiting = SimpleNamespace(wait=over)
+    watch = asyncio.create_task(
+        made._watch_start(Child(child.id, waiting, child.link, child.peer, child.ready, child.heard), Path("x"))
+    )
+    ended.set()
+    await asyncio.wait_for(watch, 30)
+    assert [cell for cell, _ in owner.losses] == [child.id]
 
 
 async def test_a_child_that_cannot_start_says_why(fleet):

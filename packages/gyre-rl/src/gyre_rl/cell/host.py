@@ -19,6 +19,7 @@ from aiohttp import web
 from gyre_core import (
     CapabilityError,
     ComponentContext,
+    Contribution,
     Engine,
     EngineCapability,
     GyreError,
@@ -38,6 +39,7 @@ from gyre_rl.cell.handover import export_session, take_over
 from gyre_rl.cell.leases import LeaseWorker
 from gyre_rl.cell.messages import (
     AddContribution,
+    Added,
     Applied,
     ApplyStep,
     CallBody,
@@ -83,6 +85,9 @@ class CellHost:
         self._http: aiohttp.ClientSession | None = None
         self._calls: dict[str, str] = {}
         self._leases = LeaseWorker(trainer, spec.cell)
+        self._adding = asyncio.Lock()
+        self._counted: dict[str, Contribution] = {}
+        """Core: batch id -> the contribution of the step's sum that holds it."""
         endpoints = [
             Endpoint("/drain", Drain, self.drain),
             Endpoint("/switch", SwitchTo, self.switch),
@@ -301,10 +306,16 @@ class CellHost:
         self._leases.recall(message.lease)
         return Empty()
 
-    async def add(self, message: AddContribution) -> Empty:
-        """Core: count a contribution."""
-        await self.trainer.add_contribution(message.contribution)
-        return Empty()
+    async def add(self, message: AddContribution) -> Added:
+        """Core: count a contribution, unless some of its batches were counted already."""
+        new = message.contribution
+        async with self._adding:
+            known = [self._counted[batch] for batch in new.batch_ids if batch in self._counted]
+            if known:
+                return Added(tuple({other.id: other for other in known}.values()))
+            await self.trainer.add_contribution(new)
+            self._counted.update(dict.fromkeys(new.batch_ids, new))
+        return Added((new,))
 
     async def apply(self, message: ApplyStep) -> Applied:
         """Core: step, publish, save."""
@@ -315,6 +326,7 @@ class CellHost:
                 await self.trainer.save(message.checkpoint)
         else:  # the core died between its checkpoint and its answer: the step is done, the weights may not be out
             result = StepResult(self.trainer.version, float("nan"), float("nan"), 0.0, "applied before a restart")
+        self._counted.clear()
         source = await self.trainer.publish(message.weights)
         return Applied(result, source, time.perf_counter() - began)
 

@@ -200,6 +200,15 @@ class AddContribution:
 
 
 @dataclass(frozen=True, slots=True)
+class Added:
+    """Core: the contributions in the step's sum that hold batches of the one that was to be added. That one, or, when
+    the word of it was lost and its batches were leased again, what counted them before.
+    """
+
+    counted: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ApplyStep:
     """Core: divide the sum by `divisor`, step, publish under `weights`, and save to `checkpoint` if given."""
 

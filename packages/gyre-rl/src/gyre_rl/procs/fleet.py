@@ -7,7 +7,6 @@ that comes back does so under the next incarnation; a hello of an older one is r
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import sys
@@ -22,12 +21,14 @@ from aiohttp import web
 from gyre_core import CellId, GyreError, InfrastructureError, Launcher, ProcessHandle, ProcessSpec
 
 from gyre_rl.procs.child import ChildSpec, Hello
-from gyre_rl.procs.link import SETTLE_S, Link
+from gyre_rl.procs.link import Link
 from gyre_rl.procs.wire import Fault, Peer, authorised, serve, unpack
 
 T = TypeVar("T")
 START_TIMEOUT_S = 180.0
 """Longest time from the start of a process to its "ready" (imports and weights on a loaded machine)."""
+CLOSING_S = 10.0
+"""A connection that stands so long after its process ended (another one may have inherited it) is closed from here."""
 
 
 @dataclass(slots=True)
@@ -115,9 +116,12 @@ class Fleet:
                 )
             )
             child.ready.exception()  # somebody may have given up waiting
-        if child.link is not None:
-            with contextlib.suppress(TimeoutError):  # what it told before it died comes before its death
-                await asyncio.wait_for(child.heard.wait(), 2 * SETTLE_S)
+        if child.link is not None:  # what it told before it died comes before its death
+            try:
+                await asyncio.wait_for(child.heard.wait(), CLOSING_S)
+            except TimeoutError:
+                await child.link.close()
+                await child.heard.wait()
         self._lose(child, f"its process ended with status {status}")
 
     async def ready(self, child: Child, as_type: type[T], timeout_s: float = START_TIMEOUT_S) -> T:

@@ -2,7 +2,8 @@
 
 Invariant: while a link is open both ends live; when it closes, the run treats the child as lost and the child ends
 itself. An event that arrived is a fact and is handled to its end, also after the link's. Frames are msgpack in a
-WebSocket; a question has a number and gets exactly one answer or the link's end.
+WebSocket; a question has a number and gets exactly one answer or the link's end. Not here: how long handling an event
+may take; what it asks of others is bounded where it is asked.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from gyre_core import CellLostError
 from gyre_rl.procs.wire import Fault, pack, unpack
 
 T = TypeVar("T")
-SETTLE_S = 5.0
-"""How long the end of a link waits for the handling of the events that came before it."""
 Socket = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
 
 
@@ -83,7 +82,7 @@ class Link:
             for task in list(self._answering):
                 task.cancel()  # nobody is there to hear the answer
         if self._telling:
-            await asyncio.wait(list(self._telling), timeout=SETTLE_S)
+            await asyncio.wait(list(self._telling))
 
     def _take(self, frame: Frame) -> None:
         if frame.number < 0:

@@ -18,6 +18,7 @@ from gyre_sched import MoveReport
 
 from gyre_rl.cell.messages import (
     AddContribution,
+    Added,
     Applied,
     ApplyStep,
     CellBody,
@@ -39,6 +40,8 @@ from gyre_rl.procs.wire import Empty
 
 T = TypeVar("T")
 APPLY_S = 600.0
+ADD_S = 600.0
+"""A contribution waits on the core behind the batch that its trainer computes."""
 HOST = "gyre_rl.cell.host:make"
 
 
@@ -161,9 +164,10 @@ class Cells:
         """Ask for what is done."""
         await self._ask(cell, "/recall", Recall(lease), Empty)
 
-    async def add(self, contribution: Contribution) -> None:
-        """Count a contribution on the core."""
-        await self._ask(self.core, "/add", AddContribution(contribution), Empty)
+    async def add(self, contribution: Contribution) -> tuple[Contribution, ...]:
+        """Count a contribution on the core; returns it, or those that counted some of its batches before."""
+        added: Added = await self._ask(self.core, "/add", AddContribution(contribution), Added, ADD_S)
+        return added.counted
 
     async def apply(self, message: ApplyStep) -> Applied:
         """Step on the core."""

@@ -1,7 +1,8 @@
 """A step's training: groups to micro-batches, leases out, contributions in, one optimizer step on the core.
 
 Invariant: a contribution is counted on the core before the scheduler is told that it is committed, so that a step which
-the scheduler calls complete is complete on the core. Not here: who computes what, and when a step closes.
+the scheduler calls complete is complete on the core; one whose word was lost is committed when its batches come again.
+Not here: who computes what, and when a step closes.
 """
 
 from __future__ import annotations
@@ -137,29 +138,28 @@ class Training:
             self.post(sched.LeaseFailed(now(), SchedCell(*cell), done.lease, done.why))
             return
         try:
-            await self.cells.add(contribution)
+            counted = await self.cells.add(contribution)
         except GyreError as error:
             self.post(sched.LeaseFailed(now(), SchedCell(*cell), done.lease, str(error)))
             return
-        self._steps[step].contributions.append((cell, contribution))
+        for item in counted:
+            self._count(cell, step, item, done)
+        in_sum = {batch for item in counted for batch in item.batch_ids}
+        committed = tuple(batch for batch in contribution.batch_ids if batch in in_sum)
+        self.post(sched.ContributionCommitted(now(), SchedCell(*cell), done.lease, committed, done.seconds))
+
+    def _count(self, cell: CellId, step: int, contribution: Contribution, done: LeaseDone) -> None:
+        """It is in the sum: keep and tell it, once."""
+        opened = self._steps[step].contributions
+        if any(other.id == contribution.id for _, other in opened):
+            return
+        opened.append((cell, contribution))
         self.trained_tokens += contribution.stats.tokens
         keep_record(self.directory.contributions(step), contribution)
         info = self.cells.infos.get(cell)
         core = info is not None and info.core
-        self.bus.emit(
-            Contributed(
-                done.lease,
-                str(cell),
-                step,
-                len(contribution.batch_ids),
-                contribution.stats.tokens,
-                done.seconds,
-                core,
-            )
-        )
-        self.post(
-            sched.ContributionCommitted(now(), SchedCell(*cell), done.lease, contribution.batch_ids, done.seconds)
-        )
+        batches, tokens = len(contribution.batch_ids), contribution.stats.tokens
+        self.bus.emit(Contributed(done.lease, str(cell), step, batches, tokens, done.seconds, core))
 
     def forget_leases(self, cell: CellId) -> None:
         """The cell is lost; the scheduler returns its leases."""
