@@ -131,6 +131,30 @@ async def test_after_a_load_that_failed_no_prefix_of_before_is_found(
     assert (await ask(a, PROMPT, 3)).cached == 0
 
 
+@pytest.mark.parametrize("connector", [False, True])
+async def test_weights_whose_version_the_server_does_not_take_go_again(
+    connector: bool, served: Any, sources: list[WeightSource], ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, a = await served(start=False)
+    source.faults |= {"connector"} if connector else set()
+    await a.start(sources[0])
+    assert a._state.server is not None
+    client = a._state.server.client
+    take = client.set_version
+
+    async def refuse_1(version: int) -> None:
+        if version == 1:
+            raise InfrastructureError("setting the version", got="no answer in 120 s")
+        await take(version)
+
+    monkeypatch.setattr(client, "set_version", refuse_1)
+    with pytest.raises(InfrastructureError, match="setting the version"):
+        await a.update_weights(sources[1])
+    assert (a.version, source.weights, source.version) == (0, 10, "0")
+    result = await ask(a, PROMPT, 3)
+    assert set(result.versions) == {0}
+
+
 CHANGES: dict[str, Callable[[VLLMEngine, list[WeightSource]], Awaitable[None]]] = {
     "pause": lambda a, _: a.pause(PauseMode.KEEP),
     "abort": lambda a, _: a.pause(PauseMode.ABORT),

@@ -208,7 +208,6 @@ class Changes:
                 with state.transfers.none():
                     borders = await self._borders(server)
                     await self._load_or_restore(server, source)
-                    await server.client.set_version(source.version)
                     self._enter(source)
                 for call, border in borders.items():
                     call.labels.change(border, source.version)
@@ -282,10 +281,12 @@ class Changes:
             raise InfrastructureError(doing, got=f"versions {sorted(versions)}", expected=str(source.version))
 
     async def _load_or_restore(self, server: Server, source: WeightSource) -> None:
-        """Load; on failure bring the old weights back and raise, or end the engine if that fails too. A server that was
-        not paused may hold KV of half a load, so its prefix cache begins anew."""
+        """Load and tell the server which version it has; on failure bring the old weights back and raise, or end the
+        engine if that fails too. A server that was not paused may hold KV of half a load: its prefix cache begins
+        anew."""
         try:
             await self._load(server, source)
+            await server.client.set_version(source.version)
         except InfrastructureError as error:
             old = self._state.source
             assert old is not None
@@ -296,6 +297,7 @@ class Changes:
                         "loading it again", got="a broadcast", expected="a version at rest"
                     ) from None
                 await self._load(server, old)
+                await server.client.set_version(old.version)
             except InfrastructureError as second:
                 self._state.fail(
                     InfrastructureError(
