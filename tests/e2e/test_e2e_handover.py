@@ -52,7 +52,6 @@ def test_sessions_are_rerouted_with_their_kv(finished) -> None:
     assert summary.sessions_rerouted == len(moves)
     for move in carried:
         assert move.tokens > 0
-        assert move.tokens % BLOCK == 0
         assert move.bytes > 0
         assert move.seconds > 0
         assert move.src != move.dst

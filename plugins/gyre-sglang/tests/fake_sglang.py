@@ -18,6 +18,7 @@ import math
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,12 @@ def main() -> None:
     flags, _ = parser().parse_known_args(words)
     if flags.fault == "start":
         raise SystemExit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 14.00 GiB.")
+    taken = Path(flags.fault.removeprefix("port:"))
+    if flags.fault.startswith("port:") and not taken.exists():  # as SGLang does: it says so, warms up in vain and stays
+        taken.touch()
+        print(f"ERROR: error while attempting to bind on address ('127.0.0.1', {flags.port}): address already in use")
+        print(*["  File ..., line 1"] * 80, "The server is fired up and ready to roll!", sep="\n", flush=True)
+        time.sleep(1000)
     print("The server is fired up and ready to roll!", flush=True)
     web.run_app(FakeServer(flags, flags.fault).app(), host="127.0.0.1", port=flags.port, print=None)
 

@@ -97,6 +97,15 @@ async def test_a_server_that_does_not_come_up(launched: Any, version: Any) -> No
     await engine.close()
 
 
+async def test_a_port_that_was_taken_meanwhile_costs_another_start(launched: Any, version: Any, tmp_path: Path) -> None:
+    """SGLang does not end when it cannot have its port: it stays without one for ever."""
+    engine = launched(f"port:{tmp_path / 'taken'}", start_timeout_s=60.0)
+    await asyncio.wait_for(engine.start(version(0)), 30)
+    assert (tmp_path / "taken").exists()
+    assert len((await call(engine, PROMPT, 3)).ids) == 3
+    await engine.close()
+
+
 async def test_a_launched_server_sleeps_by_ending_and_comes_back(launched: Any, version: Any) -> None:
     engine = launched(cpu_spare=False)
     await engine.start(version(0))

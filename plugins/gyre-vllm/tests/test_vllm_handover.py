@@ -279,11 +279,12 @@ def token_bytes(source: WeightSource) -> int:
 
 
 async def conform(rig: EngineRig, urls: list[str], folder: Path) -> None:
-    """The checks every engine that hands over must pass, on servers that run already."""
+    """The checks every engine that hands over must pass, on servers that run already; calls are long enough to be under
+    way still when they shall be handed over."""
     turns = itertools.cycle(urls)
     rig = replace(
         rig, make=lambda: VLLMEngine(VLLMOptions(url=next(turns)), ComponentContext(str(folder), "c")),
-        cache_block=32,
+        cache_block=32, max_context=1000,
     )  # fmt: skip
     checks = HandoverChecks()
     await checks.test_a_running_session_is_handed_over_and_computes_little_again(rig)

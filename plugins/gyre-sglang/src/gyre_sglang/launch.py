@@ -29,6 +29,7 @@ KV, WEIGHTS = "kv_cache", "weights"
 ENVIRONMENT = Path(__file__).with_name("environment.toml")
 """Describes SGLang's own environment."""
 PORT_TRIES = 3
+PORT_TAKEN = "address already in use"
 """A port that is free when it is chosen may be taken by the time a server has imported all it needs."""
 LATE_S = 0.02
 """How long events that are on their way may take from one local socket to another."""
@@ -114,7 +115,7 @@ class Starter:
             try:
                 return await self._launched(source, model)
             except InfrastructureError as error:
-                if "address already in use" not in str(error).lower():
+                if PORT_TAKEN not in str(error).lower():
                     raise
         return await self._launched(source, model)
 
@@ -160,6 +161,12 @@ class Starter:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.start_timeout_s):
                 while not process.exited.done():
+                    if PORT_TAKEN in process.output().lower():
+                        # It stays alive without a port; whoever answers there is somebody else.
+                        raise InfrastructureError(
+                            doing, got=f"{client.url}: {PORT_TAKEN}", expected="a port that is free still",
+                            fix="Several ports were tried; see what takes them so quickly on this machine.",
+                        )  # fmt: skip
                     if await client.alive():
                         return
                     await asyncio.wait([process.exited], timeout=0.2)

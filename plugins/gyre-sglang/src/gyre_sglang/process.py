@@ -79,6 +79,13 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
+    def output(self) -> str:
+        """All that it has written so far."""
+        with contextlib.suppress(OSError), self.log.open("rb") as file:
+            file.seek(self._log_from)
+            return file.read().decode(errors="replace")
+        return ""
+
     def tail(self) -> str:
         """The last lines of its output."""
         with contextlib.suppress(OSError), self.log.open("rb") as file:
