@@ -111,17 +111,24 @@ async def measure(
             if str(n) in parts:
                 rows[n] = await one_length(pair, n, 1 if n in LONG else how.repeat)
             if n == 0 or str(n) in parts:
-                models = {"model": pair.model, "live_model": pair.live_model}
+                models = {"model": pair.model, "live_model": pair.live_model, "hardware": hardware()}
                 yield models | {"lengths": [rows[n] for n in sorted(rows)], "live": live}
     finally:
         await pair.close()
 
 
+def disturbed(rows: list[dict[str, float]]) -> list[float]:
+    """Lengths whose prefill took longer than that of the next: something else ran, and no break-even follows."""
+    return [low["tokens"] for low, high in pairwise(rows) if low["prefilled_s"] > high["prefilled_s"]]
+
+
 def derived(pair: dict[str, Any], longest: int) -> dict[str, Any]:
-    """What follows from a pair's measurements; nothing while some are missing."""
+    """What follows from a pair's measurements; nothing while some are missing or were disturbed."""
     rows = pair["lengths"]
     if not rows or rows[-1]["tokens"] != longest or not pair["live"]:
         return pair
+    if again := disturbed(rows):
+        return pair | {"measure_again": again}
     measured, told = crossing(rows), predicted(rows)
     out = pair | {"breakeven_measured": measured, "breakeven_predicted": told}
     if measured and told:
@@ -148,8 +155,9 @@ async def measure_all(how: argparse.Namespace) -> dict[str, Any]:
                 make_model(model, longest, shape)
                 pair = kind(model, folder, longest, **more)
                 async for so_far in measure(pair, how, wanted, out.get(name, {})):
-                    out[name] = derived(so_far, how.longest)
-                    out |= worst([out[name] for name in PAIRS if name in out]) | {"hardware": hardware()}
+                    pairs = {kept: out[kept] for kept in PAIRS if kept in out}
+                    pairs[name] = derived(so_far, how.longest)
+                    out = pairs | worst(list(pairs.values()))
                     if how.resume:
                         how.resume.write_text(json.dumps(out) + "\n")
     return out
