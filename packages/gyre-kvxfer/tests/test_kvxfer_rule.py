@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from gyre_kvxfer.errors import KVError
@@ -35,6 +37,39 @@ def test_break_even_is_found():
     true = int(tokens[np.argmax(2e-2 + tokens * 1e-6 < 5e-6 * tokens + 1e-9 * tokens.astype(float) ** 2)])
     assert 500 < true < 30000
     assert rule.break_even(1000) == pytest.approx(true, rel=0.2)
+
+
+VLLM = {
+    64: (0.085, 0.022), 128: (0.087, 0.072), 256: (0.076, 0.246), 512: (0.080, 0.503), 1024: (0.089, 1.097),
+    2048: (0.073, 1.717), 4096: (0.130, 4.956), 8192: (0.094, 8.626), 16384: (0.129, 17.14),
+}  # fmt: skip
+"""Tokens -> seconds of a move and of a prefill, as two vLLM servers on a CPU gave them; 3,072 bytes of KV a token."""
+
+
+def test_lengths_at_which_a_machine_is_another_are_told_from_their_neighbours():
+    """Fed with every second length; up to 64 tokens a token takes a third of the time it takes beyond."""
+    rule = MoveRule.of()
+    for tokens in sorted(VLLM)[::2] * 4:
+        move, prefill = VLLM[tokens]
+        rule = rule.moved(tokens * 3072, move).prefilled(tokens, prefill)
+    low, high = (VLLM[n][0] - VLLM[n][1] for n in (128, 256))
+    crossing = 128 + 128 * low / (low - high)
+    without = MoveRule(rule.moves, replace(rule.prefills, width=0.0))
+    assert rule.break_even(3072) == pytest.approx(crossing, rel=0.1)
+    assert without.break_even(3072) != pytest.approx(crossing, rel=0.2)
+
+
+def test_a_correction_stays_within_what_was_measured():
+    rule = MoveRule.of()
+    for n in (100, 1000, 10_000):
+        rule = rule.prefilled(n, n * 1e-3 * (3 if n == 1000 else 1))
+    fit = rule.prefills
+    tokens = np.geomspace(10, 100_000, 200)
+    plain = replace(fit, width=0.0)
+    rows = np.stack([np.ones_like(tokens), tokens, tokens**2], 1)
+    ratio = fit.times(rows) / plain.times(rows)
+    differed = [sample.seconds / plain.seconds(sample.features) for sample in fit.samples]
+    assert min(differed) <= ratio.min() < 1 < ratio.max() <= max(differed)
 
 
 def test_priors_decide_before_anything_is_known():

@@ -2,10 +2,12 @@
 
 A move is modelled as `setup + bytes / bandwidth`, a prefill of tokens [c, n) as `setup + a (n - c) + b (n² - c²)`:
 the attention of later tokens looks at more of them. Both are fitted by least squares on relative errors, old
-measurements fading, so the rule follows the machine it runs on.
+measurements fading, so the rule follows the machine it runs on. No real prefill has that shape over four decades of
+length (kernels change with the batch, caches overflow), so what was measured near a length corrects the fit there.
 
-Invariant: coefficients are never negative, so a longer session never looks cheaper. Without any measurement the given
-priors decide. It knows no clock: callers report what moves (`MoveReport.bytes`, `.seconds`) and prefills took.
+Invariant: coefficients are never negative, and a correction is never more than what was measured near by differed.
+Without any measurement the given priors decide. It knows no clock: callers report what moves (`MoveReport.bytes`,
+`.seconds`) and prefills took.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Fit:
     """Least squares on relative errors for seconds = coefficients · features, no coefficient below 0.
 
     `prior`: coefficients believed before any measurement; they count like `trust` measurements at each feature row of
-    `anchors`. The newest `window` samples count, each `memory` times as much as the one after it.
+    `anchors`. The newest `window` samples count, each `memory` times as much as the one after it. With a `width`, a
+    predicted time is corrected by what samples of about the same second feature differed from the fit; at a ratio of
+    exp(width) a sample counts 0.6 times as much as at the same size.
     """
 
     prior: tuple[float, ...]
@@ -42,6 +46,7 @@ class Fit:
     memory: float = 0.97
     trust: float = 0.02
     window: int = 128
+    width: float = 0.0
     samples: tuple[Sample, ...] = ()
 
     def observe(self, features: tuple[float, ...], seconds: float) -> Fit:
@@ -68,7 +73,20 @@ class Fit:
 
     def seconds(self, features: tuple[float, ...]) -> float:
         """The predicted time."""
-        return float(np.dot(self.coefficients(), features))
+        return float(self.times(np.array([features], np.float64))[0])
+
+    def times(self, rows: Floats) -> Floats:
+        """The predicted times for rows of features, [n, features] -> [n]."""
+        best = np.array(self.coefficients())
+        fitted: Floats = rows @ best
+        if not self.width or not self.samples:
+            return fitted
+        seen = np.array([sample.features for sample in self.samples])
+        differed = np.log([sample.seconds for sample in self.samples]) - np.log(np.maximum(seen @ best, 1e-12))
+        apart = np.log(np.maximum(rows[:, 1:2], 1.0)) - np.log(np.maximum(seen[:, 1], 1.0))
+        counts = self.memory ** np.arange(len(seen) - 1, -1, -1) * np.exp(-((apart / self.width) ** 2) / 2)
+        corrected: Floats = fitted * np.exp(counts @ differed / (counts.sum(axis=1) + self.trust))
+        return corrected
 
 
 def _nonnegative(rows: Floats, times: Floats, weights: Floats) -> Floats:
@@ -127,6 +145,7 @@ class MoveRule:
         prefills = Fit(
             (prefill_setup_seconds, 1 / prefill_tokens_per_second, 0.0),
             ((1.0, 1e2, 1e4), (1.0, 1e4, 1e8), (1.0, 1e5, 1e10)),
+            width=float(np.log(2)),
         )
         return cls(moves, prefills, margin)
 
@@ -148,19 +167,21 @@ class MoveRule:
 
     def break_even(self, token_nbytes: int, longest: int = 1 << 22) -> int | None:
         """The fewest tokens from which on a move is cheaper; None if it never is up to `longest`."""
-        move, prefill = self.moves.coefficients(), self.prefills.coefficients()
-
-        def cheaper(tokens: int) -> bool:
-            cost = float(np.dot(move, (1.0, float(tokens * token_nbytes)))) * self.margin
-            return cost < float(np.dot(prefill, _prefill(tokens, 0)))
-
-        if not cheaper(longest):
+        grid = np.unique(np.geomspace(1, longest, 4000).astype(np.int64))
+        dear = np.flatnonzero(~self._cheaper(grid, token_nbytes))
+        if dear.size and dear[-1] == len(grid) - 1:
             return None
-        low, high = 1, longest
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if cheaper(middle) else (middle + 1, high)
-        return low
+        if not dear.size:
+            return 1
+        between = np.arange(grid[dear[-1]] + 1, grid[dear[-1] + 1] + 1)
+        return int(between[np.argmax(self._cheaper(between, token_nbytes))])
+
+    def _cheaper(self, tokens: npt.NDArray[np.int64], token_nbytes: int) -> npt.NDArray[np.bool_]:
+        n = tokens.astype(np.float64)
+        move = self.moves.times(np.stack([np.ones_like(n), n * token_nbytes], 1))
+        prefill = self.prefills.times(np.stack([np.ones_like(n), n, n**2], 1))
+        out: npt.NDArray[np.bool_] = move * self.margin < prefill
+        return out
 
 
 def _prefill(tokens: int, cached: int) -> tuple[float, float, float]:
