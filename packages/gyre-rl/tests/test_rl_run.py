@@ -181,7 +181,8 @@ async def test_a_rest_is_whole_or_the_one_before(tmp_path):
     assert (found.state, Path(rests.snapshot(found)).read_text()) == (b"\x02", "2")
     assert len(list((tmp_path / "rests").iterdir())) == 2
     assert Rests(tmp_path / "rests", "other").find("e/1") is None, "the state of one harness is none for another"
-    (tmp_path / "rests" / "e_1.9.snapshot.17.partial").write_bytes(b"of a process that was killed")
+    for left in ("e_1.9.snapshot.17.partial", "e_1.rest.tmp"):
+        (tmp_path / "rests" / left).write_bytes(b"of a process that was killed")
     rests.forget("e/1")
     rests.forget("e/1")
     assert list((tmp_path / "rests").iterdir()) == []

@@ -45,7 +45,7 @@ class Rests:
         number = before.number + 1 if before else 0
         rest = Rest(execution, self.harness, number, f"{_stem(execution)}.{number}.snapshot", state)
         await workspace.snapshot(str(self.folder / rest.snapshot))
-        draft = self._record(execution).with_suffix(".tmp")
+        draft = self._draft(execution)
         with draft.open("wb") as file:
             file.write(msgspec.json.encode(rest))
             file.flush()
@@ -67,8 +67,8 @@ class Rests:
         return str(self.folder / rest.snapshot)
 
     def forget(self, execution: str) -> None:
-        """It has ended: delete its record, and every snapshot of it, finished or not. Raises nothing."""
-        self._delete(self._record(execution), *self.folder.glob(f"{_stem(execution)}.[0-9]*.snapshot*"))
+        """It has ended: delete its record and every snapshot of it, finished or not. Raises nothing."""
+        self._delete(self._record(execution), self._draft(execution), *self.folder.glob(f"{_stem(execution)}.[0-9]*.snapshot*"))
 
     def keep_only(self, executions: Collection[str]) -> None:
         """Delete what an earlier life left of all others."""
@@ -80,6 +80,9 @@ class Rests:
         for path in paths:
             with contextlib.suppress(OSError):
                 path.unlink()
+
+    def _draft(self, execution: str) -> Path:
+        return self._record(execution).with_suffix(".tmp")
 
     def _record(self, execution: str) -> Path:
         return self.folder / f"{_stem(execution)}{SUFFIX}"
