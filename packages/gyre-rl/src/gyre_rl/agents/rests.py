@@ -68,7 +68,9 @@ class Rests:
 
     def forget(self, execution: str) -> None:
         """It has ended: delete its record and every snapshot of it, finished or not. Raises nothing."""
-        self._delete(self._record(execution), self._draft(execution), *self.folder.glob(f"{_stem(execution)}.[0-9]*.snapshot*"))
+        self._delete(
+            self._record(execution), self._draft(execution), *self.folder.glob(f"{_stem(execution)}.[0-9]*.snapshot*")
+        )
 
     def keep_only(self, executions: Collection[str]) -> None:
         """Delete what an earlier life left of all others."""
