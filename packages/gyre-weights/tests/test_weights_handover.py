@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gyre_weights import MismatchError, PeerError, publish_full
+from gyre_weights import MismatchError, PeerError
 from gyre_weights.arrays import host_tensor
 from gyre_weights.digest import CHUNK
 from gyre_weights.handover import (
@@ -26,11 +26,8 @@ from gyre_weights.handover import (
     Lane,
     Piece,
     Receiver,
-    ShardPlan,
     check_cover,
-    fetch_version,
     hand_over,
-    nearest,
     split_by_name,
     split_flat,
     whole,
@@ -41,7 +38,6 @@ from gyre_weights.handover.plan import Form
 from gyre_weights.handover.wire import Channel, connect
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weights_models import same, weights
 from weights_peer import gradient
 
 LANES = [Lane.MEMORY, Lane.SOCKET, pytest.param(Lane.GROUP, id="group")]
@@ -360,7 +356,7 @@ def test_a_satellite_killed_while_handing_over(tmp_path: Path, receiver: Receive
     assert receiver.held == ["alive"]
     hand_over(endpoint, "dead", 4, gradient(ELEMENTS))
     assert equal(receiver.take("dead"), gradient(ELEMENTS))
-    wait_for(lambda: not receiver._open)
+    wait_for(lambda: not receiver.peers)
 
 
 @pytest.mark.parametrize("point", ["piece", "seal"])
@@ -445,80 +441,7 @@ def test_closing_ends_open_handovers(receiver: Receiver) -> None:
     with pytest.raises(PeerError):
         channel.receive()
     channel.close()
-    assert not [t for t in receiver._threads if t.is_alive()]
-
-
-# Snapshots
-
-
-def holder(folder: Path) -> Receiver:
-    made = Receiver(
-        ShardPlan({}, ()), idle_s=3.0, snapshots=lambda v: folder / f"v{v}" if (folder / f"v{v}").is_dir() else None
-    )
-    made.open_step(4)
-    return made
-
-
-def test_a_snapshot_comes_from_the_nearest_holder(tmp_path: Path) -> None:
-    published = publish_full(tmp_path / "there", 4, weights(), extras={"config.json": b"{}"}, shard_bytes=5000)
-    made = holder(tmp_path / "there")
-    try:
-        endpoint = made.start()
-        local = nearest(published.location, 4, None, tmp_path / "here")
-        assert local.folder == tmp_path / "there" / "v4"
-        fetched = nearest("/nowhere/v4", 4, endpoint, tmp_path / "here")
-        assert fetched.folder == tmp_path / "here" / "v4"
-        assert fetched.digest == published.digest
-        assert (fetched.folder / "config.json").read_bytes() == b"{}"
-        assert same({name: fetched[name].torch() for name in fetched}, weights())
-        made.close()
-        again = nearest("/nowhere/v4", 4, endpoint, tmp_path / "here")
-        assert again.folder == fetched.folder, "what was fetched is near for the next"
-    finally:
-        made.close()
-
-
-def test_what_the_holder_has_not_is_told(tmp_path: Path) -> None:
-    made = holder(tmp_path)
-    try:
-        with pytest.raises(PeerError, match="not held here"):
-            fetch_version(made.start(), 9, tmp_path / "here")
-        assert not (tmp_path / "here").exists()
-    finally:
-        made.close()
-
-
-def test_a_satellite_killed_while_fetching(tmp_path: Path) -> None:
-    publish_full(tmp_path / "there", 4, weights())
-    made = holder(tmp_path / "there")
-    try:
-        endpoint = made.start()
-        process = peer(tmp_path, endpoint, point="fetch", into=str(tmp_path / "here"))
-        assert process.wait(60) == -signal.SIGKILL
-        process.communicate()
-        assert not (tmp_path / "here" / "v4").exists()
-        version = fetch_version(endpoint, 4, tmp_path / "here")
-        assert same({name: version[name].torch() for name in version}, weights())
-    finally:
-        made.close()
-
-
-def test_a_holder_killed_while_giving_leaves_nothing(tmp_path: Path) -> None:
-    folder = Path(publish_full(tmp_path / "there", 4, weights()).location)
-    code = (
-        "import os, sys; from pathlib import Path; from gyre_weights.handover import Receiver, ShardPlan;"
-        "import socket; real = socket.socket.sendfile;"
-        "socket.socket.sendfile = lambda s, f, offset, count: (real(s, f, offset, 1000), os.kill(os.getpid(), 9));"
-        "r = Receiver(ShardPlan({}, ()), snapshots=lambda v: sys.argv[2]);"
-        "r.start().save(Path(sys.argv[1])); import time; time.sleep(60)"
-    )
-    place = tmp_path / "e.json"
-    process = subprocess.Popen([sys.executable, "-c", code, str(place), str(folder)])
-    wait_for(place.exists)
-    with pytest.raises(PeerError):
-        fetch_version(Endpoint.load(place), 4, tmp_path / "here")
-    process.wait()
-    assert not list((tmp_path / "here").iterdir())
+    assert not [t for t in receiver._listener._threads if t.is_alive()]
 
 
 def test_no_descriptor_is_left_open(receiver: Receiver) -> None:
@@ -528,5 +451,5 @@ def test_no_descriptor_is_left_open(receiver: Receiver) -> None:
     for i in range(1, 6):
         hand_over(endpoint, f"c{i}", 4, gradient(ELEMENTS))
         receiver.take(f"c{i}")
-    wait_for(lambda: not receiver._open)
+    wait_for(lambda: not receiver.peers)
     assert len(os.listdir("/proc/self/fd")) <= before

@@ -46,6 +46,8 @@ def plant(point: str, how: str) -> None:
             receive(channel, path, size)
 
         snapshot._receive_file = receive_file
+    elif point == "place":
+        snapshot._checked = lambda *args: end(how)
     elif point in ("digest", "seal"):
         send = wire.Channel.send
 
@@ -63,7 +65,10 @@ def main() -> None:
     endpoint = Endpoint.load(Path(do["endpoint"]))
     plant(do["point"], do["how"])
     if do.get("into"):
-        nearest("/nowhere", do["version"], endpoint, do["into"])
+        print("fetching", flush=True)
+        found = nearest("/nowhere", do["version"], endpoint, do["into"])
+        print(json.dumps([str(found.folder), found.digest]), flush=True)
+        return
     print("computing", flush=True)
     if do["point"] == "compute":
         end(do["how"])

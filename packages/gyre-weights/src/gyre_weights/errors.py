@@ -34,3 +34,7 @@ class MismatchError(WeightsError):
 
 class PeerError(WeightsError):
     """The other side of a group or a handover is gone, silent for too long, or refused."""
+
+
+class NoRoomError(WeightsError):
+    """A disk or memory file system has no room for a version, or cannot be written."""

@@ -133,7 +133,9 @@ def drop_old(
     spared = {Path(path).resolve() for path in spare}
     wanted: set[int] = set()
     ours = sorted(version for version in versions if newest is None or version <= newest)
-    kept = ours[-keep:] + [version for version, path in versions.items() if path.resolve() in spared]
+    kept = ours[max(len(ours) - keep, 0) :] + [
+        version for version, path in versions.items() if path.resolve() in spared
+    ]
     for version in kept:
         wanted.update(chain(root, version))
     dropped = []

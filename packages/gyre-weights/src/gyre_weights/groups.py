@@ -8,13 +8,13 @@ and groups know no password: use them in a private network, and bind the store t
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+from gyre_weights.addresses import bound, own_address
 from gyre_weights.errors import PeerError
 
 
@@ -23,11 +23,9 @@ class StoreServer:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         dist = _distributed()
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        listener = bound(host, port, "opening a store for groups")
         listener.listen(128)
-        self.host, self.port = listener.getsockname()[:2]
+        self.host, self.port = str(listener.getsockname()[0]), int(listener.getsockname()[1])
         self._store: Any = dist.TCPStore(
             self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -108,7 +106,7 @@ def form_group(
         meeting = dist.PrefixStore(name, dist.TCPStore(*store, is_master=False, timeout=wait))
         if backend == "gloo":
             options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface or _own_address(*store))]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface or own_address(*store))]
             options._timeout = wait
             made: Any = dist.ProcessGroupGloo(meeting, rank, size, options)
         elif backend == "nccl":
@@ -131,13 +129,3 @@ def _distributed() -> Any:
     import torch.distributed as dist
 
     return dist
-
-
-def _own_address(host: str, port: int) -> str:
-    """The address of this machine from which (host, port) is reached."""
-    probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    try:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
-    finally:
-        probe.close()

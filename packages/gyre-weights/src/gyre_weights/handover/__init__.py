@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gyre_weights.handover.holder import Holder
 from gyre_weights.handover.lanes import Lane
 from gyre_weights.handover.plan import Piece, ShardPlan, check_cover, split_by_name, split_flat, whole
 from gyre_weights.handover.receiver import Arrived, Receiver
@@ -13,6 +14,7 @@ __all__ = [
     "Arrived",
     "Endpoint",
     "HandedOver",
+    "Holder",
     "Lane",
     "Piece",
     "Receiver",

@@ -122,16 +122,16 @@ def receive_socket(channel: Channel, nbytes: int) -> tuple[Bytes, Callable[[], s
     return data, digest.hex
 
 
-def receive_group(channel: Channel, nbytes: int, store_port: int) -> tuple[Bytes, Callable[[], str]]:
-    """As rank 0 of a group of two whose store listens at `store_port` on this machine."""
+def receive_group(channel: Channel, nbytes: int, store: tuple[str, int]) -> tuple[Bytes, Callable[[], str]]:
+    """As rank 0 of a group of two that meets at `store`, host and port of this machine."""
     import torch
 
     from gyre_weights.groups import form_group
 
     name = f"handover-{secrets.token_hex(8)}"
-    channel.send({"port": store_port, "group": name})
+    channel.send({"port": store[1], "group": name})
     data = np.empty(nbytes, np.uint8)
-    with form_group(("127.0.0.1", store_port), name, 0, 2, timeout_s=channel.remaining()) as group:
+    with form_group(store, name, 0, 2, timeout_s=channel.remaining()) as group:
         for start in range(0, nbytes, CHUNK):
             group.receive(torch.from_numpy(data[start : start + CHUNK]), 1)
     return data, lambda: digest_bytes(data)

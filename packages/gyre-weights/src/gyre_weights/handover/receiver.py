@@ -8,26 +8,20 @@ says).
 
 from __future__ import annotations
 
-import logging
-import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gyre_weights.arrays import DTYPE_BYTES, Bytes, HostTensor
-from gyre_weights.errors import CorruptError, PeerError, WeightsError
+from gyre_weights.errors import CorruptError, PeerError
 from gyre_weights.groups import StoreServer
+from gyre_weights.handover.holder import give_version
 from gyre_weights.handover.lanes import Lane, receive_group, receive_memory, receive_socket
+from gyre_weights.handover.listening import Listener
 from gyre_weights.handover.plan import Piece, ShardPlan
-from gyre_weights.handover.snapshot import serve_snapshot
-from gyre_weights.handover.wire import SLOWEST, Channel, Endpoint, challenge
-
-log = logging.getLogger("gyre.weights")
+from gyre_weights.handover.wire import SLOWEST, Channel, Endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,56 +85,34 @@ class Receiver:
         version that satellites without the core's file system may fetch, or None."""
         self.plan, self.index, self.shards = plan, index, shards
         self.counts = Counts()
-        self._idle, self._total, self._snapshots, self._host = idle_s, total_s, snapshots, host
+        self._total, self._snapshots, self._host = total_s, snapshots, host
         self._lock = threading.Lock()
         self._version = -1
         self._held: dict[str, Arrived] = {}
         self._known: set[str] = set()
-        self._open: set[Channel] = set()
-        self._threads: list[threading.Thread] = []
-        self._listeners: list[socket.socket] = []
         self._store: StoreServer | None = None
         self._closed = False
-        self._endpoint: Endpoint | None = None
+        self._listener = Listener(self._serve, "taking a gradient", host=host, idle_s=idle_s, total_s=total_s)
 
     # Life
 
     def start(self) -> Endpoint:
         """Listen; where."""
-        local, token = f"gyre-handover-{secrets.token_hex(12)}", secrets.token_hex(16)
-        here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        here.bind("\0" + local)
-        there = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        there.bind((self._host, 0))
-        self._endpoint = Endpoint(self._host, there.getsockname()[1], local, token)
-        for listener in (here, there):
-            listener.listen(64)
-            self._listeners.append(listener)
-            self._run(partial(self._accept, listener))
-        return self._endpoint
+        return self._listener.start()
 
     def close(self) -> None:
         """Stop listening, end what is open, forget what is held. Waits for its threads."""
         with self._lock:
             self._closed = True
-            channels = list(self._open)
             self._held.clear()
-        for listener in self._listeners:
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
-        for channel in channels:
-            with suppress(OSError):
-                channel.sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(timeout=self._idle)
+        self._listener.close()
         if self._store is not None:
             self._store.close()
 
-    def _run(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, daemon=True, name="gyre-handover")
-        thread.start()
-        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+    @property
+    def peers(self) -> int:
+        """Satellites connected now."""
+        return self._listener.peers
 
     # The step
 
@@ -194,36 +166,11 @@ class Receiver:
 
     # Peers
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                return  # closed
-            channel = Channel(sock, "taking a gradient", idle_s=self._idle, total_s=self._total)
-            with self._lock:
-                if self._closed:
-                    channel.close()
-                    return
-                self._open.add(channel)
-            self._run(partial(self._serve, channel))
-
-    def _serve(self, channel: Channel) -> None:
-        try:
-            assert self._endpoint is not None
-            first = challenge(channel, self._endpoint.token)
-            if first.get("do") == "fetch":
-                serve_snapshot(channel, int(first["version"]), self._snapshots)
-            else:
-                self._handover(channel, first)
-        except WeightsError as error:
-            log.info("%s", error)
-        except (OSError, KeyError, ValueError, TypeError) as error:
-            log.warning("a peer was dropped: %s: %s", type(error).__name__, error)
-        finally:
-            with self._lock:
-                self._open.discard(channel)
-            channel.close()
+    def _serve(self, channel: Channel, first: Mapping[str, Any]) -> None:
+        if first.get("do") == "fetch":
+            give_version(channel, int(first["version"]), self._snapshots)
+        else:
+            self._handover(channel, first)
 
     def _handover(self, channel: Channel, first: Mapping[str, Any]) -> None:
         name, version = str(first["id"]), int(first["version"])
@@ -269,7 +216,7 @@ class Receiver:
         elif lane is Lane.SOCKET:
             data, digest = receive_socket(channel, nbytes)
         else:
-            data, digest = receive_group(channel, nbytes, self._store_port())
+            data, digest = receive_group(channel, nbytes, self._store_place())
         told = str(channel.receive(more_s=nbytes / SLOWEST)["digest"])
         found = digest()
         if found != told:
@@ -286,8 +233,8 @@ class Receiver:
                 return f"{name} as {found.get(name)}; this core has {self.plan.forms.get(name)}"
         return ""
 
-    def _store_port(self) -> int:
+    def _store_place(self) -> tuple[str, int]:
         with self._lock:
             if self._store is None:
                 self._store = StoreServer(self._host)
-            return int(self._store.port)
+            return self._store.host, self._store.port

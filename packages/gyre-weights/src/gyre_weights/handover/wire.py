@@ -12,8 +12,10 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,14 @@ from gyre_weights.errors import PeerError
 SLOWEST = 50e6
 """Bytes a second below which a peer that works in silence (writing to memory, digesting) counts as hanging."""
 _LIMIT = 64 << 20
+_PIECE = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where one process of the core takes gradients. `local` is an abstract Unix socket, reachable on its machine only
-    and tried first."""
+    """Where one process listens. `host` is a name or an IPv4 or IPv6 address. `local` is an abstract Unix socket, which
+    is tried first: it is there for who shares the process's network namespace, and file descriptors travel on it, so
+    that nobody needs to share a memory file system as well."""
 
     host: str
     port: int
@@ -54,8 +58,8 @@ class Endpoint:
             return Endpoint(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise PeerError(
-                "looking for the core's endpoint", got=f"{type(error).__name__}: {error}", expected=f"{path}",
-                fix="The core writes it when it starts; it may be restarting.",
+                "looking for an endpoint", got=f"{type(error).__name__}: {error}", expected=f"{path}",
+                fix="Who listens writes it when it starts; it may be restarting.",
             ) from error  # fmt: skip
 
 
@@ -65,7 +69,7 @@ class Channel:
     def __init__(self, sock: socket.socket, doing: str, *, idle_s: float, total_s: float) -> None:
         self.sock, self.doing = sock, doing
         self._idle, self._end = idle_s, time.monotonic() + total_s
-        if sock.family == socket.AF_INET:
+        if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
@@ -117,8 +121,25 @@ class Channel:
         view = data.data
         try:
             while view:
-                view = view[self._wait().send(view[: 4 << 20]) :]
+                view = view[self._wait().send(view[:_PIECE]) :]
         except (OSError, TimeoutError) as error:
+            raise self._lost(error) from error
+
+    def send_file(self, handle: int) -> None:
+        """All bytes of an open file, by the kernel."""
+        at, size = 0, os.fstat(handle).st_size
+        ready = select.poll()
+        ready.register(self.sock, select.POLLOUT)
+        try:
+            while at < size:
+                if not ready.poll(1000 * self.remaining()):
+                    raise TimeoutError
+                with suppress(BlockingIOError):
+                    sent = os.sendfile(self._wait().fileno(), handle, at, min(size - at, _PIECE))
+                    if not sent:
+                        raise PeerError(self.doing, got=f"the end of a file at byte {at}", expected=f"{size} bytes")
+                    at += sent
+        except OSError as error:
             raise self._lost(error) from error
 
     def receive_into(self, data: Bytes, digest: Digest | None = None, more_s: float = 0.0) -> None:
@@ -126,7 +147,7 @@ class Channel:
         view, at, digested = data.data, 0, 0
         try:
             while at < len(view):
-                count = self._wait(more_s).recv_into(view[at : at + (4 << 20)])
+                count = self._wait(more_s).recv_into(view[at : at + _PIECE])
                 if not count:
                     raise PeerError(self.doing, got="the end of the connection", expected="more; the peer is gone")
                 at += count
@@ -171,33 +192,14 @@ def challenge(channel: Channel, token: str) -> dict[str, Any]:
     channel.send({"nonce": nonce})
     first = channel.receive()
     if not hmac.compare_digest(str(first.get("proof", "")), _proof(token, nonce)):
-        channel.send({"refused": "a wrong token", "expected": "the token in the core's endpoint file"})
+        channel.send({"refused": "a wrong token", "expected": "the token of the endpoint"})
         raise PeerError(channel.doing, got="a wrong token", expected="the run's")
     return first
 
 
 def connect(endpoint: Endpoint, first: dict[str, Any], doing: str, *, idle_s: float, total_s: float) -> Channel:
     """Client's side: connect, locally if that works, prove, and say `first`."""
-    channel: Channel | None = None
-    reasons = []
-    for family, address in (
-        (socket.AF_UNIX, "\0" + endpoint.local), (socket.AF_INET, (endpoint.host, endpoint.port)),
-    ):  # fmt: skip
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.settimeout(idle_s)
-        try:
-            sock.connect(address)
-        except OSError as error:
-            sock.close()
-            reasons.append(str(error))
-            continue
-        channel = Channel(sock, doing, idle_s=idle_s, total_s=total_s)
-        break
-    if channel is None:
-        raise PeerError(
-            doing, got=f"nobody at {endpoint.host}:{endpoint.port} ({'; '.join(reasons)})", expected="the core",
-            fix="It may be restarting; the lease goes back.",
-        )  # fmt: skip
+    channel = Channel(_reach(endpoint, doing, idle_s), doing, idle_s=idle_s, total_s=total_s)
     try:
         nonce = channel.receive()["nonce"]
         channel.send(first | {"proof": _proof(endpoint.token, str(nonce))})
@@ -205,6 +207,24 @@ def connect(endpoint: Endpoint, first: dict[str, Any], doing: str, *, idle_s: fl
         channel.close()
         raise
     return channel
+
+
+def _reach(endpoint: Endpoint, doing: str, wait_s: float) -> socket.socket:
+    here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    here.settimeout(wait_s)
+    try:
+        here.connect("\0" + endpoint.local)
+        return here
+    except OSError as error:
+        here.close()
+        reason = str(error)
+    try:
+        return socket.create_connection((endpoint.host, endpoint.port), timeout=wait_s)
+    except OSError as error:
+        raise PeerError(
+            doing, got=f"nobody at {endpoint.host}:{endpoint.port} ({reason}; {error})", expected="who listens there",
+            fix="It may be restarting; try again with the endpoint that it writes then.",
+        ) from error  # fmt: skip
 
 
 def _proof(token: str, nonce: str) -> str:

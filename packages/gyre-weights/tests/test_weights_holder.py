@@ -1,0 +1,407 @@
+"""Versions from the nearest holder: this machine, what it fetched before, another machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gyre_weights import (
+    CorruptError,
+    IncompleteError,
+    NoRoomError,
+    PeerError,
+    Publisher,
+    VersionError,
+    drop_old,
+    open_version,
+    publish_full,
+    versions_in,
+)
+from gyre_weights.handover import Endpoint, Holder, Receiver, ShardPlan, fetch_version, nearest, snapshot, store, wire
+from weights_models import changed, same, weights
+
+NOWHERE = "/nowhere/v4"
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Holder]:
+    made = Holder(tmp_path / "there", idle_s=5.0, total_s=60.0)
+    yield made
+    made.close()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.01)
+
+
+def left(into: Path) -> list[str]:
+    """What lies in a folder of fetched versions, but for the lock."""
+    return sorted(path.name for path in into.iterdir() if path.name != store.LOCK) if into.exists() else []
+
+
+def deltas(folder: Path, count: int, *, keep: int = 20, full_every: int = 16) -> list[dict[str, Any]]:
+    """Versions 0 to count-1 under `folder`, the first whole; their tensors."""
+    publisher = Publisher("delta", folder, keep=keep, full_every=full_every)
+    made = [weights()]
+    for version in range(count):
+        made.append(changed(made[-1], 0.01, seed=version))
+        publisher.publish(version, lambda: made[-1], {"config.json": b"{}"})
+    return made[1:]
+
+
+def equal(opened: Any, tensors: dict[str, Any]) -> bool:
+    return same({name: opened[name].torch() for name in opened}, tensors)
+
+
+# Where it comes from
+
+
+def test_what_this_machine_has_whole_is_taken_from_there(tmp_path: Path) -> None:
+    published = publish_full(tmp_path / "there", 4, weights())
+
+    def ask() -> Endpoint:
+        raise AssertionError("nobody is looked up")
+
+    found = nearest(published.location, 4, ask, tmp_path / "here")
+    assert found.folder == tmp_path / "there" / "v4"
+    assert not (tmp_path / "here").exists()
+
+
+def test_else_it_is_fetched_once_and_stays_for_the_next(tmp_path: Path, holder: Holder) -> None:
+    published = publish_full(tmp_path / "there", 4, weights(), extras={"config.json": b"{}"}, shard_bytes=5000)
+    endpoint = holder.start()
+    fetched = nearest(NOWHERE, 4, endpoint, tmp_path / "here")
+    assert fetched.folder == tmp_path / "here" / "v4"
+    assert fetched.digest == published.digest
+    assert (fetched.folder / "config.json").read_bytes() == b"{}"
+    assert equal(fetched, weights())
+    assert nearest(NOWHERE, 4, endpoint, tmp_path / "here").folder == fetched.folder
+    holder.close()
+    assert nearest(NOWHERE, 4, endpoint, tmp_path / "here").folder == fetched.folder
+    assert holder.given == {4: 1}
+
+
+def test_the_endpoint_is_looked_up_when_it_is_needed(tmp_path: Path, holder: Holder) -> None:
+    published = publish_full(tmp_path / "there", 4, weights())
+    place = tmp_path / "endpoint.json"
+    with pytest.raises(PeerError, match="looking for an endpoint"):
+        nearest(NOWHERE, 4, place, tmp_path / "here")
+    holder.start().save(place)
+    assert nearest(NOWHERE, 4, place, tmp_path / "here").version == 4
+    place.unlink()
+    assert nearest(NOWHERE, 4, place, tmp_path / "here").version == 4, "the file is gone, the version is here"
+
+    def ask() -> Endpoint:
+        raise AssertionError("with a digest nobody is asked about what is here")
+
+    assert nearest(NOWHERE, 4, ask, tmp_path / "here", digest=published.digest).version == 4
+
+
+def test_nobody_to_ask_is_told(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteError, match=r"taking policy version 4: got none on this machine .*no such folder"):
+        nearest(NOWHERE, 4, None, tmp_path / "here")
+    publish_full(tmp_path / "there", 5, weights())
+    with pytest.raises(VersionError, match="got version 5, expected version 4"):
+        nearest(tmp_path / "there" / "v5", 4, lambda: None, tmp_path / "here")
+
+
+def test_a_folder_that_is_set_later_and_links_into_memory(tmp_path: Path, memory: Path) -> None:
+    publisher = Publisher("shm", tmp_path / "run")
+    publisher.publish(0, weights)
+    made = Holder(None)
+    try:
+        endpoint = made.start()
+        with pytest.raises(PeerError, match="not held here"):
+            nearest(NOWHERE, 0, endpoint, tmp_path / "here")
+        made.folder = tmp_path / "run"
+        assert (tmp_path / "run" / "v0").is_symlink()
+        found = nearest(NOWHERE, 0, endpoint, tmp_path / "here")
+        assert equal(found, weights())
+        assert not found.folder.is_symlink()
+        assert memory in (tmp_path / "run" / "v0").resolve().parents
+    finally:
+        made.close()
+
+
+def test_a_receiver_gives_versions_too(tmp_path: Path) -> None:
+    deltas(tmp_path / "there", 2)
+    made = Receiver(ShardPlan({}, ()), idle_s=3.0, snapshots=lambda version: tmp_path / "there" / f"v{version}")
+    try:
+        assert nearest(NOWHERE, 1, made.start(), tmp_path / "here").is_delta
+    finally:
+        made.close()
+
+
+# Deltas
+
+
+def test_a_newcomer_gets_what_a_delta_rests_on(tmp_path: Path, holder: Holder) -> None:
+    made = deltas(tmp_path / "there", 4)
+    endpoint = holder.start()
+    found = nearest(NOWHERE, 3, endpoint, tmp_path / "here")
+    assert found.is_delta
+    assert equal(found, made[3])
+    assert found.digest == open_version(tmp_path / "there" / "v3").digest
+    assert holder.given == {0: 1, 1: 1, 2: 1, 3: 1}
+    found.verify_all()
+    assert equal(open_version(tmp_path / "here" / "v3"), made[3]), "and whoever opens it by its name"
+
+
+def test_what_lies_here_already_is_not_fetched_again(tmp_path: Path, holder: Holder) -> None:
+    made = deltas(tmp_path / "there", 4)
+    endpoint = holder.start()
+    nearest(NOWHERE, 1, endpoint, tmp_path / "here", keep=9)
+    assert equal(nearest(NOWHERE, 3, endpoint, tmp_path / "here", keep=9), made[3])
+    assert holder.given == {0: 1, 1: 1, 2: 1, 3: 1}
+    shutil.rmtree(tmp_path / "here" / "v1")
+    assert equal(nearest(NOWHERE, 3, endpoint, tmp_path / "here", keep=9), made[3])
+    assert holder.given == {0: 1, 1: 2, 2: 1, 3: 1}, "a gap is filled"
+
+
+def test_the_newest_stay_with_what_they_rest_on(tmp_path: Path, holder: Holder) -> None:
+    deltas(tmp_path / "there", 6, full_every=3)
+    endpoint = holder.start()
+    opened = [nearest(NOWHERE, version, endpoint, tmp_path / "here", keep=1) for version in range(6)]
+    assert sorted(versions_in(tmp_path / "here")) == [3, 4, 5]
+    opened[1].verify_all()  # was dropped, and is still whole for who holds it
+    with pytest.raises(ValueError, match="at least 1"):
+        nearest(NOWHERE, 9, endpoint, tmp_path / "here", keep=0)
+
+
+def test_a_number_that_comes_twice_is_fetched_twice(tmp_path: Path, holder: Holder) -> None:
+    endpoint = holder.start()
+    for version in (4, 5, 6):
+        publish_full(tmp_path / "there", version, weights(version))
+        old = nearest(NOWHERE, version, endpoint, tmp_path / "here")
+    again = publish_full(tmp_path / "there", 5, weights(9))  # a run that was set back; 6 goes
+    assert equal(nearest(NOWHERE, 5, endpoint, tmp_path / "here"), weights(9))
+    assert sorted(versions_in(tmp_path / "here")) == [5], "of a future that will not come nothing stays; 4 was too old"
+    assert equal(old, weights(6)), "who holds it keeps it"
+    with pytest.raises(VersionError, match="ask with the digest it has now"):
+        nearest(NOWHERE, 5, endpoint, tmp_path / "here", digest=old.digest)
+    assert nearest(NOWHERE, 5, None, tmp_path / "here").digest == again.digest
+
+
+def test_a_delta_on_another_base_is_never_made_of_what_lies_here(tmp_path: Path, holder: Holder) -> None:
+    publish_full(tmp_path / "here", 0, weights(5))
+    made = deltas(tmp_path / "there", 2)
+    assert equal(nearest(NOWHERE, 1, holder.start(), tmp_path / "here"), made[1])
+    assert equal(open_version(tmp_path / "here" / "v0"), made[0])
+
+
+# Once
+
+
+def peer(tmp_path: Path, endpoint: Endpoint, **do: Any) -> subprocess.Popen[str]:
+    place = tmp_path / "endpoint.json"
+    endpoint.save(place)
+    what = {"endpoint": str(place), "version": 4, "into": str(tmp_path / "here"), "point": "nowhere", "how": "die"} | do
+    script = str(Path(__file__).with_name("weights_peer.py"))
+    return subprocess.Popen([sys.executable, script, json.dumps(what)], stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_of_one_machine_fetch_once(tmp_path: Path, holder: Holder) -> None:
+    published = publish_full(tmp_path / "there", 4, weights())
+    endpoint = holder.start()
+    handed = snapshot.locked(tmp_path / "here", "the test", 1.0)
+    with handed:  # all of them come to the lock before one has it
+        processes = [peer(tmp_path, endpoint) for _ in range(3)]
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "fetching\n"
+    for process in processes:
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert json.loads(out.splitlines()[-1]) == [str(tmp_path / "here" / "v4"), published.digest]
+    assert holder.given == {4: 1}
+
+
+def test_waiting_for_another_ends(tmp_path: Path, holder: Holder) -> None:
+    publish_full(tmp_path / "there", 4, weights())
+    with (
+        snapshot.locked(tmp_path / "here", "the test", 1.0),
+        pytest.raises(PeerError, match=r"another process fetching into .* for 0\.2 s"),
+    ):
+        fetch_version(holder.start(), 4, tmp_path / "here", total_s=0.2)
+
+
+@pytest.mark.parametrize("point", ["fetch", "place"])
+def test_a_process_killed_while_fetching_leaves_nothing_that_matters(
+    tmp_path: Path, holder: Holder, point: str
+) -> None:
+    made = deltas(tmp_path / "there", 2)
+    endpoint = holder.start()
+    process = peer(tmp_path, endpoint, point=point, version=1)
+    assert process.wait(60) == -signal.SIGKILL
+    process.communicate()
+    assert any(name.startswith(".v") for name in left(tmp_path / "here")), "it died in the middle"
+    assert "v1" not in left(tmp_path / "here")
+    assert equal(nearest(NOWHERE, 1, endpoint, tmp_path / "here"), made[1])
+    assert left(tmp_path / "here") == ["v0", "v1"]
+
+
+# What goes wrong
+
+
+def test_what_the_holder_has_not_is_told(tmp_path: Path, holder: Holder) -> None:
+    endpoint = holder.start()
+    with pytest.raises(PeerError, match="not held here"):
+        fetch_version(endpoint, 9, tmp_path / "here")
+    (tmp_path / "there" / "v9").mkdir(parents=True)
+    with pytest.raises(PeerError, match="no manifest in"):
+        fetch_version(endpoint, 9, tmp_path / "here")
+    with pytest.raises(PeerError, match="gradients go to a Receiver"):
+        wire.connect(endpoint, {"do": "offer"}, "offering", idle_s=5, total_s=5).receive()
+    assert left(tmp_path / "here") == []
+
+
+def test_who_does_not_know_the_token_gets_nothing(tmp_path: Path, holder: Holder) -> None:
+    publish_full(tmp_path / "there", 4, weights())
+    with pytest.raises(PeerError, match="a wrong token"):
+        nearest(NOWHERE, 4, replace(holder.start(), token="guess"), tmp_path / "here")
+    assert left(tmp_path / "here") == []
+    assert holder.given == {}
+
+
+def test_a_chain_with_a_gap_is_refused(tmp_path: Path, holder: Holder) -> None:
+    deltas(tmp_path / "there", 3)
+    shutil.rmtree(tmp_path / "there" / "v1")
+    with pytest.raises(PeerError, match=r"v1.*It may have been dropped just now"):
+        nearest(NOWHERE, 2, holder.start(), tmp_path / "here")
+    publish_full(tmp_path / "there", 1, weights(7), keep=9, spare=[tmp_path / "there" / "v2"])
+    with pytest.raises(PeerError, match=r"got version 1 \("):
+        nearest(NOWHERE, 2, holder.start(), tmp_path / "here")
+    assert left(tmp_path / "here") == []
+
+
+def test_damage_at_the_holder_is_found(tmp_path: Path, holder: Holder) -> None:
+    folder = Path(publish_full(tmp_path / "there", 4, weights()).location)
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(CorruptError, match="with digest"):
+        nearest(NOWHERE, 4, holder.start(), tmp_path / "here")
+    assert left(tmp_path / "here") == []
+
+
+def test_a_version_dropped_while_it_is_given_is_given_to_its_end(
+    tmp_path: Path, holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = deltas(tmp_path / "there", 3)
+    receive = snapshot._receive_file
+
+    def drop(*args: Any) -> None:
+        shutil.rmtree(tmp_path / "there", ignore_errors=True)
+        receive(*args)
+
+    monkeypatch.setattr(snapshot, "_receive_file", drop)
+    assert equal(nearest(NOWHERE, 2, holder.start(), tmp_path / "here"), made[2])
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_holder_killed_while_giving_leaves_nothing(tmp_path: Path) -> None:
+    publish_full(tmp_path / "there", 4, weights())
+    code = (
+        "import os, sys; from pathlib import Path; from gyre_weights.handover import Holder; real = os.sendfile;"
+        "os.sendfile = lambda to, file, at, count: (real(to, file, at, 1000), os.kill(os.getpid(), 9));"
+        "Holder(sys.argv[2]).start().save(Path(sys.argv[1])); import time; time.sleep(60)"
+    )
+    place = tmp_path / "e.json"
+    process = subprocess.Popen([sys.executable, "-c", code, str(place), str(tmp_path / "there")])
+    wait_for(place.exists)
+    with pytest.raises(PeerError, match="the peer is gone"):
+        fetch_version(Endpoint.load(place), 4, tmp_path / "here", idle_s=60.0)
+    process.wait()
+    assert left(tmp_path / "here") == []
+
+
+def test_a_peer_that_hangs_holds_up_nobody(tmp_path: Path, holder: Holder) -> None:
+    publish_full(tmp_path / "there", 4, weights())
+    endpoint = holder.start()
+    hanging = [socket.create_connection((endpoint.host, endpoint.port)) for _ in range(3)]
+    reading = wire.connect(endpoint, {"do": "fetch", "version": 4}, "hanging", idle_s=60, total_s=60)
+    reading.receive()
+    reading.send({"want": [4]})
+    wait_for(lambda: holder._listener.peers == 4)
+    try:
+        assert equal(nearest(NOWHERE, 4, endpoint, tmp_path / "here"), weights())
+    finally:
+        reading.close()
+        for sock in hanging:
+            sock.close()
+    wait_for(lambda: holder._listener.peers == 0)
+
+
+def test_a_full_place_is_named_and_nothing_is_left(
+    tmp_path: Path, holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_full(tmp_path / "there", 4, weights())
+    publish_full(tmp_path / "there", 5, weights(5))
+    endpoint = holder.start()
+    nearest(NOWHERE, 4, endpoint, tmp_path / "here", keep=1)
+    free = {"bytes": 10}
+    monkeypatch.setattr(store, "_free", lambda into: free["bytes"] if "v4" in left(into) else 1 << 40)
+    assert equal(nearest(NOWHERE, 5, endpoint, tmp_path / "here", keep=1), weights(5)), "what is too old makes room"
+    shutil.rmtree(tmp_path / "here")
+    monkeypatch.setattr(store, "_free", lambda into: free["bytes"])
+    with pytest.raises(NoRoomError, match=r"10 bytes free in .*here, expected \d+\. Make room there"):
+        nearest(NOWHERE, 5, endpoint, tmp_path / "here")
+    assert left(tmp_path / "here") == []
+    assert holder.given == {4: 1, 5: 1}
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="mounts a memory file system")
+def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, holder: Holder, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish_full(tmp_path / "there", 4, weights())
+    here = tmp_path / "small"
+    here.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(here)], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount")
+    try:
+        monkeypatch.setattr(store, "_free", lambda into: 1 << 40)
+        with pytest.raises(NoRoomError, match=r"No space left on device while writing to .*small"):
+            nearest(NOWHERE, 4, holder.start(), here)
+        assert left(here) == []
+    finally:
+        subprocess.run(["umount", str(here)], check=True)
+
+
+def test_closing_ends_fetches_and_leaves_no_thread(tmp_path: Path, holder: Holder) -> None:
+    publish_full(tmp_path / "there", 4, weights())
+    endpoint = holder.start()
+    assert holder.start() == endpoint
+    channel = wire.connect(endpoint, {"do": "fetch", "version": 4}, "fetching", idle_s=20, total_s=60)
+    channel.receive()
+    holder.close()
+    with pytest.raises(PeerError):
+        channel.receive()
+    channel.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "gyre-handover"]
+    with pytest.raises(PeerError, match="nobody at"):
+        nearest(NOWHERE, 4, endpoint, tmp_path / "here")
+
+
+def test_drops_on_both_sides(tmp_path: Path, holder: Holder) -> None:
+    made = deltas(tmp_path / "there", 6, full_every=3)
+    endpoint = holder.start()
+    assert drop_old(tmp_path / "there", 1) == [0, 1, 2]
+    assert equal(nearest(NOWHERE, 5, endpoint, tmp_path / "here", keep=1), made[5])
+    assert drop_old(tmp_path / "here", 1) == []
+    with pytest.raises(PeerError, match="not held here"):
+        nearest(NOWHERE, 2, endpoint, tmp_path / "here", keep=1)
+    assert left(tmp_path / "here") == ["v3", "v4", "v5"]
