@@ -14,7 +14,7 @@ from gyre_kvxfer.transports.process_vm import ProcessVmExporter, ProcessVmReader
 
 KEY = b"digests"
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=16, block_size=16, num_blocks=64, dtype="float32")
-FAST = MovePolicy(digest="fast", reply_s=0.1, give_up_s=1.0)
+FAST = MovePolicy(digest="fast", give_up_s=60.0)
 
 
 def filled(n: int, digest: str = "fast", steps: int = 1) -> HostPool:

@@ -26,7 +26,30 @@ from gyre_kvxfer.transports.process_vm import ProcessVmExporter, ProcessVmReader
 
 KEY = b"faults"
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=16, block_size=16, num_blocks=64, dtype="float32")
-QUICK = MovePolicy(reply_s=0.1, give_up_s=1.0)
+PATIENT = MovePolicy(reply_s=1.0, give_up_s=60.0)
+"""Where somebody answers, however slowly."""
+HASTY = replace(PATIENT, give_up_s=4.0)
+"""Where nobody will answer: how long that takes to be believed."""
+LEASE_S = 10.0
+
+
+class Clock:
+    """The sources' time: it stands until it is moved on."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def pass_lease(self) -> None:
+        self.now += LEASE_S + 1.0
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("gyre_kvxfer.server.time", made)
+    return made
 
 
 def filled(n: int = 100, version: int = 3) -> HostPool:
@@ -41,12 +64,15 @@ def mine(pool: HostPool) -> bool:
     return "s" in pool.sessions() and not pool.sessions()["s"].frozen
 
 
-async def settled(pool: HostPool, seconds: float = 3.0) -> None:
+async def until(holds) -> None:
+    async with asyncio.timeout(60.0):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def settled(pool: HostPool) -> None:
     """Wait until nothing is pinned here."""
-    for _ in range(int(seconds / 0.02)):
-        if not pool._pins and all(not s.frozen for s in pool.sessions().values()):
-            return
-        await asyncio.sleep(0.02)
+    await until(lambda: not pool._pins and all(not s.frozen for s in pool.sessions().values()))
 
 
 async def check_stays(source: HostPool, sink: HostPool, free: int, report) -> None:
@@ -108,7 +134,7 @@ async def test_a_source_that_contradicts_itself(kind, code, said):
     source.__class__ = kind
     sink = HostPool(LAYOUT, 3)
     async with MigrationServer(source, key=KEY) as server:
-        report = await migrate("s", server.endpoint, sink, key=KEY, policy=replace(QUICK, freeze_below=0))
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=replace(PATIENT, freeze_below=0))
         assert report.code == code, report
         assert said in report.reason
         await check_stays(source, sink, 64, report)
@@ -127,7 +153,7 @@ async def test_a_damaged_block_is_found(digest, transport):
 
     sink.__class__ = Late
     async with MigrationServer(source, key=KEY) as server:
-        policy = replace(QUICK, digest=digest)
+        policy = replace(PATIENT, digest=digest)
         report = await migrate("s", server.endpoint, sink, key=KEY, policy=policy, transport=transport)
         assert report.code == "verification", report
         assert "[2]" in report.reason
@@ -141,7 +167,7 @@ async def test_values_that_are_no_numbers_are_refused(value, change):
     block = int(source.sessions()["s"].blocks[4])
     source.buffers[2].view(np.float32)[block * LAYOUT.strides["B"] // 4 + 7] = value
     async with MigrationServer(source, key=KEY) as server:
-        report = await migrate("s", server.endpoint, sink, key=KEY, policy=replace(QUICK, finite=True))
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=replace(PATIENT, finite=True))
         assert report.code == "verification", report
         assert "NaN" in report.reason
         await check_stays(source, sink, 64, report)
@@ -159,7 +185,7 @@ async def test_a_sink_that_fails_at_each_step():
 
         setattr(sink, step, fail_now if step == "regions" else fail)
         async with MigrationServer(source, key=KEY) as server:
-            report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+            report = await migrate("s", server.endpoint, sink, key=KEY, policy=PATIENT)
             assert report.code == code, (step, report)
             await check_stays(source, sink, 64, report)
 
@@ -169,7 +195,7 @@ async def test_a_sink_that_fails_at_each_step():
 
 async def ask(channel, message):
     await channel.send(encode(message))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         return decode(await channel.recv())
 
 
@@ -192,12 +218,14 @@ async def test_messages_sent_twice_are_answered_alike_and_do_nothing_twice():
         await channel.close()
 
 
-async def test_a_manifest_of_an_older_move_gives_nothing():
+async def test_a_manifest_of_an_older_move_gives_nothing(clock):
     source = filled()
-    async with MigrationServer(source, key=KEY, lease_s=0.3) as server:
+    async with MigrationServer(source, key=KEY, lease_s=LEASE_S) as server:
         channel = await connect(server.endpoint, KEY)
         old = await ask(channel, opening("a" * 32))
-        await asyncio.sleep(0.8)
+        assert not mine(source)
+        clock.pass_lease()
+        await settled(source)
         assert mine(source)  # the lease ran out: the session was taken back
         late = await ask(channel, Commit("a" * 32, 2, old.generation, old.token_digest))
         assert isinstance(late, Refused)
@@ -254,7 +282,7 @@ async def test_a_second_destination_is_told_to_wait_and_the_same_one_takes_over(
         await channel.close()
 
 
-async def test_a_slow_freeze_of_a_move_that_ended_does_not_touch_the_next_move():
+async def test_a_slow_freeze_of_a_move_that_ended_does_not_touch_the_next_move(clock):
     source, slow = filled(), asyncio.Event()
 
     class Slow(HostPool):
@@ -263,11 +291,12 @@ async def test_a_slow_freeze_of_a_move_that_ended_does_not_touch_the_next_move()
             return await super().freeze(session)
 
     source.__class__ = Slow
-    async with MigrationServer(source, key=KEY, lease_s=0.3) as server:
+    async with MigrationServer(source, key=KEY, lease_s=LEASE_S) as server:
         channel = await connect(server.endpoint, KEY)
         await channel.send(encode(opening("a" * 32)))
-        await asyncio.sleep(1.0)
-        assert server.moves()["a" * 32] == ("s", "aborted")
+        await until(lambda: server.moves().get("a" * 32) == ("s", "freezing"))
+        clock.pass_lease()
+        await until(lambda: server.moves()["a" * 32] == ("s", "aborted"))
         early = await ask(channel, opening("b" * 32))
         assert isinstance(early, Refused)
         assert early.code == "busy"
@@ -294,7 +323,7 @@ async def test_a_source_that_cannot_describe_its_pool_refuses():
 
     source.layout = layout
     async with MigrationServer(source, key=KEY) as server:
-        report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=PATIENT)
         source.layout = real
         assert report.code == "engine", report
         assert "asleep" in report.reason
@@ -309,12 +338,12 @@ async def test_a_source_without_a_pool_refuses_and_serves_again_later():
 
     source.regions = asleep
     async with MigrationServer(source, key=KEY) as server:
-        report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=PATIENT)
         assert report.code == "engine", report
         assert "asleep" in report.reason
         await check_stays(source, sink, 64, report)
         del source.regions
-        report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=PATIENT)
         assert report.carried
 
 
@@ -328,11 +357,11 @@ async def test_another_version_is_refused_before_decoding_stops():
 
     source.__class__ = Watched
     async with MigrationServer(source, key=KEY) as server:
-        report = await migrate("s", server.endpoint, sink, key=KEY, policy=replace(QUICK, version=4))
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=replace(PATIENT, version=4))
         assert report.code == "version", report
         assert frozen == []
         await check_stays(source, sink, 64, report)
-        report = await migrate("s", server.endpoint, HostPool(LAYOUT, 3), key=KEY, policy=replace(QUICK, version=3))
+        report = await migrate("s", server.endpoint, HostPool(LAYOUT, 3), key=KEY, policy=replace(PATIENT, version=3))
         assert report.carried
 
 
@@ -341,7 +370,7 @@ async def test_reads_after_release_are_refused():
     async with MigrationServer(source, key=KEY) as server:
         channel = await connect(server.endpoint, KEY)
         await ask(channel, opening("a" * 32))
-        reader = await asyncio.to_thread(BulkReader.open, "tcp", server.endpoint, KEY, source.regions(), 2.0)
+        reader = await asyncio.to_thread(BulkReader.open, "tcp", server.endpoint, KEY, source.regions(), 60.0)
         out = np.zeros(64, np.uint8)
         region = replace(source.regions()[0], addr=out.ctypes.data, nbytes=64)
         runs = Runs(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([64]))
@@ -385,7 +414,7 @@ async def test_the_source_dies_before_it_gave_the_session_up(source, peer, step,
             await super().commit(*args)
 
     sink = Kills(LAYOUT, 3)
-    report = await migrate("s", there.endpoint, sink, key=peer.KEY, policy=QUICK, transport="tcp")
+    report = await migrate("s", there.endpoint, sink, key=peer.KEY, policy=HASTY, transport="tcp")
     if how == signal.SIGSTOP:
         os.kill(there.process.pid, signal.SIGKILL)
     assert not report.carried
@@ -404,7 +433,7 @@ async def test_the_source_dies_while_claimed_and_is_fenced(source, peer):
             asyncio.get_running_loop().call_later(0.2, fenced.set)
 
     sink = Kills(LAYOUT, 3)
-    report = await migrate("s", there.endpoint, sink, key=peer.KEY, policy=QUICK, fenced=fenced)
+    report = await migrate("s", there.endpoint, sink, key=peer.KEY, policy=PATIENT, fenced=fenced)
     assert report.carried, report
     assert mine(sink)
 
@@ -440,26 +469,30 @@ asyncio.run(migrate("s", endpoint, HostPool(layout, 3), key=b"faults", policy=po
 """
 
 
-async def kill_destination(step: str, freeze_below: int) -> None:
+async def kill_destination(step: str, freeze_below: int, clock: Clock, all_dead: asyncio.Barrier) -> None:
     """A destination that kills itself at a step: the lease ends, the source goes on, and a second move succeeds."""
     source = filled()
-    async with MigrationServer(source, key=KEY, lease_s=3.0) as server:
+    async with MigrationServer(source, key=KEY, lease_s=LEASE_S) as server:
         arguments = (json.dumps(LAYOUT.to_dict()), server.endpoint, step, str(freeze_below))
         child = await asyncio.create_subprocess_exec(sys.executable, "-c", DYING, *arguments)
         assert await child.wait() == -signal.SIGKILL, (step, freeze_below)
-        await settled(source, 20.0)
+        assert source._pins
+        await all_dead.wait()
+        clock.pass_lease()
+        await settled(source)
         assert mine(source)
         assert source.free_blocks == 64 - 7
         sink = HostPool(LAYOUT, 3)
-        report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=PATIENT)
         assert report.carried, (step, freeze_below, report)
         assert mine(sink)
 
 
 @pytest.mark.parametrize("freeze_below", [0, 1 << 30])
-async def test_the_destination_is_killed_at_each_step_and_the_lease_brings_the_session_back(freeze_below):
+async def test_the_destination_is_killed_at_each_step_and_the_lease_brings_the_session_back(freeze_below, clock):
     steps = ("reserve", "read", "enter", "entered")
-    await asyncio.gather(*(kill_destination(step, freeze_below) for step in steps))
+    all_dead = asyncio.Barrier(len(steps))
+    await asyncio.gather(*(kill_destination(step, freeze_below, clock, all_dead) for step in steps))
 
 
 async def test_the_destination_dies_after_it_was_given_the_session():
@@ -475,13 +508,14 @@ async def test_the_destination_dies_after_it_was_given_the_session():
         assert source.free_blocks == 64 - 7
 
 
-async def test_a_silent_destination_that_was_given_the_session_keeps_it():
+async def test_a_silent_destination_that_was_given_the_session_keeps_it(clock):
     source = filled()
-    async with MigrationServer(source, key=KEY, lease_s=0.3) as server:
+    async with MigrationServer(source, key=KEY, lease_s=LEASE_S) as server:
         channel = await connect(server.endpoint, KEY)
         offer = await ask(channel, opening("a" * 32))
         await ask(channel, Commit("a" * 32, 2, offer.generation, offer.token_digest))
-        await asyncio.sleep(0.9)
+        clock.pass_lease()
+        await until(lambda: server.moves()["a" * 32] == ("s", "moved"))
         assert "s" not in source.sessions()
         assert source.free_blocks == 64
         assert isinstance(await ask(channel, Commit("a" * 32, 2, offer.generation, offer.token_digest)), Released)
@@ -491,15 +525,16 @@ async def test_a_silent_destination_that_was_given_the_session_keeps_it():
 async def test_cancelling_a_move_ends_it_cleanly():
     source, sink = filled(), HostPool(LAYOUT, 3)
     async with MigrationServer(source, key=KEY) as server:
-        slow = asyncio.Event()
+        asked, slow = asyncio.Event(), asyncio.Event()
 
         async def wait(*args):
+            asked.set()
             await slow.wait()
             return await HostPool.reserve(sink, *args)
 
         sink.reserve = wait
-        task = asyncio.ensure_future(migrate("s", server.endpoint, sink, key=KEY, policy=QUICK))
-        await asyncio.sleep(0.2)
+        task = asyncio.ensure_future(migrate("s", server.endpoint, sink, key=KEY, policy=PATIENT))
+        await asked.wait()
         task.cancel()
         await asyncio.sleep(0)
         slow.set()
@@ -521,7 +556,7 @@ async def test_a_source_that_closes_keeps_its_sessions():
 
 
 def test_an_old_or_foreign_answer_moves_nothing():
-    machine = d.DestinationMachine("a" * 32, "s", "x", LAYOUT, QUICK)
+    machine = d.DestinationMachine("a" * 32, "s", "x", LAYOUT, PATIENT)
     machine.handle(d.Begin(0.0))
     assert machine.handle(d.Received(Released("a" * 32, 1), 0.1)) == []
     assert machine.state == "opening"
@@ -536,7 +571,7 @@ def offered() -> tuple[d.DestinationMachine, Offer]:
     tokens = np.arange(32, dtype=np.int32)
     digest = TokenDigest(LAYOUT.fingerprint(), 3).update(tokens).hex()
     offer = Offer("a" * 32, 1, "s", 1, 3, False, 0, 32, 16, digest, LAYOUT.fingerprint(), 1000, "", tokens, tokens[:2])
-    machine = d.DestinationMachine("a" * 32, "s", "x", LAYOUT, replace(QUICK, freeze_below=0))
+    machine = d.DestinationMachine("a" * 32, "s", "x", LAYOUT, replace(PATIENT, freeze_below=0))
     machine.handle(d.Begin(0.0))
     machine.handle(d.Received(offer, 0.1))
     machine.handle(d.Reserved(tokens[:2], 0.2))
@@ -581,7 +616,7 @@ def test_a_manifest_whose_digest_names_other_tokens_is_refused():
         ({"n_tokens": 21}, "stale"),
         ({"block_size": 0}, "layout"),
     ):
-        machine = d.DestinationMachine("a" * 32, "s", "x", LAYOUT, QUICK)
+        machine = d.DestinationMachine("a" * 32, "s", "x", LAYOUT, PATIENT)
         machine.handle(d.Begin(0.0))
         actions = machine.handle(d.Received(offer(**change), 0.1))
         assert [a.code for a in actions if isinstance(a, d.Finished)] == ([code] if code else []), change
@@ -601,7 +636,7 @@ async def test_a_session_with_recurrent_state_is_not_moved_without_it():
     source, sink = filled(), HostPool(hybrid, 3)
     source._layout = hybrid
     async with MigrationServer(source, key=KEY) as server:
-        report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=PATIENT)
         assert report.code == "layout"
         assert "recurrent" in report.reason
         await check_stays(source, sink, 64, report)
@@ -615,5 +650,5 @@ async def test_refusals_carry_the_engines_code():
     source, sink = filled(), HostPool(LAYOUT, 3)
     source.__class__ = Full
     async with MigrationServer(source, key=KEY) as server:
-        report = await migrate("s", server.endpoint, sink, key=KEY, policy=QUICK)
+        report = await migrate("s", server.endpoint, sink, key=KEY, policy=PATIENT)
         assert (report.code, report.reason) == ("busy", "it is being trained on")

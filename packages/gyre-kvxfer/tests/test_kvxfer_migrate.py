@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import replace
 
@@ -142,11 +143,9 @@ async def test_refusals_leave_the_session_where_it_was(source, peer, pool, sessi
     assert not report.carried
     assert report.code == code, report
     assert pool.free_blocks == free
-    for _ in range(50):
-        state = there.ask("state")
-        if state["sessions"]["s"] == [200, False, 0]:
-            break
-    assert state["sessions"]["s"] == [200, False, 0]
+    async with asyncio.timeout(60):  # it hears of the refusal when it comes to it
+        while there.ask("state")["sessions"]["s"] != [200, False, 0]:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_wrong_key_is_turned_away(source, peer):

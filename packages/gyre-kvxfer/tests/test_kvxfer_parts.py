@@ -252,11 +252,11 @@ async def pair(key_a: bytes = b"k", key_b: bytes = b"k"):
         async def server():
             other, _ = await asyncio.get_running_loop().sock_accept(sock)
             other.setblocking(False)
-            return await accept(other, key_b, 2.0)
+            return await accept(other, key_b, 60.0)
 
         task = asyncio.ensure_future(server())
         try:
-            client = await connect(address, key_a, timeout_s=2.0)
+            client = await connect(address, key_a, timeout_s=60.0)
         finally:
             done = (await asyncio.gather(task, return_exceptions=True))[0]
     if isinstance(done, BaseException):
