@@ -208,6 +208,38 @@ class Cramped(Ranks):
         raise OSError(28, "No space left on device", str(folder))
 
 
+@pytest.mark.parametrize("kind", ["disk", "delta"])
+async def test_what_is_loaded_is_what_was_looked_at(kind: str, order: Any, tmp_path: Path) -> None:
+    """A folder that is another when it is compared is refused; one that is another when it is loaded is not seen."""
+    ranks, versions = Ranks(weights()), RankVersions(kind)
+    for version in range(2):
+        made = await versions.publish(order(ranks, version), ranks)
+        first, ranks.tensors = ranks.tensors, changed(ranks.tensors, 0.02, seed=version)
+    source, taker = Source(1, made.location), Ranks({})
+
+    def swap() -> None:
+        publish_full(tmp_path / "w", 1, weights(9))
+        shutil.rmtree(tmp_path / "w" / "v0", ignore_errors=True)
+
+    class Late(Ranks):
+        async def __call__(self, op: str, args: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+            if op == "load":
+                swap()
+            return await super().__call__(op, args)
+
+    late = Late({})
+    await versions.shapes(source)
+    await versions.load(source, late)
+    assert same(late.held, first)
+    with pytest.raises(CorruptError, match=r"got opening policy version 1 .*: got contents"):
+        await versions.load(source, taker)
+    assert taker.asked == ["compare"]
+    await versions.shapes(source)
+    await versions.load(source, taker)
+    assert same(taker.held, weights(9)), "looked at anew"
+    versions.close()
+
+
 async def test_whole_weights_that_do_not_fit_into_memory_are_compared_on_disk(
     order: Any, tmp_path: Path, memory: Path
 ) -> None:

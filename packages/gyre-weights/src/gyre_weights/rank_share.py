@@ -27,6 +27,8 @@ class RankShare:
         self._rank, self._world = rank, world
         self._shadow: Shadow | None = None
         self._patches: list[tuple[str, Patch]] = []
+        self._compared: tuple[str, Version] | None = None
+        """Location and version that were compared last: what is loaded next from there."""
 
     @property
     def refusals(self) -> type[Exception]:
@@ -41,8 +43,12 @@ class RankShare:
         }  # fmt: skip
 
     def open(self, location: str) -> Mapping[str, Any]:
-        """The tensors of a version, or of a Hugging Face folder, in torch; a delta's are patched copies. All of it is
-        held before the first is read: a version that is dropped meanwhile does not end half loaded."""
+        """The tensors of a version, or of a Hugging Face folder, in torch; a delta's are patched copies. After
+        `compare` of the same location they are of what was compared, whatever lies there now. All of it is held before
+        the first is read: a version that is dropped meanwhile does not end half loaded."""
+        compared, self._compared = self._compared, None
+        if compared is not None and compared[0] == location:
+            return AsTorch(compared[1])
         version = open_version(location)
         version.hold()
         return AsTorch(version)
@@ -62,17 +68,25 @@ class RankShare:
         return {"digests": {name: version.digest_stored(stored[name]) for name in self._mine(sizes)}}
 
     def compare(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What is wrong with this share of what is at rest of a version and all it rests on; empty when nothing is."""
-        version: Version | None = open_version(args["folder"])
+        """What is wrong with this share of what is at rest of a version and all it rests on; empty when nothing is.
+        What was compared stays open for the `open` that follows."""
+        self._compared = None
+        try:
+            opened = open_version(args["folder"], version=args["version"], digest=args["digest"])
+            opened.hold()
+            self._verify(opened)
+        except (CorruptError, VersionError) as error:
+            return {"wrong": str(error)}
+        self._compared = (args["folder"], opened)
+        return {"wrong": ""}
+
+    def _verify(self, newest: Version) -> None:
+        version: Version | None = newest
         while version is not None:
             stored = version.manifest.stored
             for name in self._mine({name: entry.nbytes for name, entry in stored.items()}):
-                try:
-                    version.verify_stored(name, stored[name])
-                except CorruptError as error:
-                    return {"wrong": str(error)}
+                version.verify_stored(name, stored[name])
             version = version.open_base() if version.is_delta else None
-        return {"wrong": ""}
 
     def base(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
         """Which version this rank's copy is of; -1: it has none."""

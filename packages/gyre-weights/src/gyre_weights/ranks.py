@@ -79,6 +79,8 @@ class RankVersions:
         self._memory: Path | None = None
         self._last: int | None = None
         """The version published last."""
+        self._looked_at = ("", "")
+        """Location and content digest of the version whose shapes were told last."""
         self._cramped = False
         """Whole weights did not fit into shared memory, so the next are not tried there."""
         self._deltas = 0
@@ -93,19 +95,23 @@ class RankVersions:
     # Taking
 
     async def shapes(self, source: Source) -> Mapping[str, tuple[int, ...]]:
-        """Of every weight, without reading it. VersionError when another version lies there."""
+        """Of every weight, without reading it. VersionError when another version lies there. What is loaded next from
+        this location has these very contents, or is refused."""
         opened = await asyncio.to_thread(open_version, source.location)
         if opened.digest and opened.version != source.version:
             raise VersionError(
                 f"taking policy version {source.version} from {source.location}", got=f"version {opened.version}",
                 expected=f"version {source.version}",
             )  # fmt: skip
+        self._looked_at = (source.location, opened.digest)
         return {name: entry.shape for name, entry in opened.manifest.tensors.items()}
 
     async def load(self, source: Source, ask: Ask) -> None:
-        """Each rank compares its share with the digests; then all read their shards. A damaged version changes
-        nothing."""
-        for answer in await ask("compare", {"folder": source.location}):
+        """Each rank opens it and compares its share with the digests; then all read their shards from what they
+        opened. A version that is damaged, or not the one whose shapes were told, changes nothing."""
+        location, digest = self._looked_at
+        expected = digest if location == source.location else ""
+        for answer in await ask("compare", {"folder": source.location, "version": source.version, "digest": expected}):
             if answer["wrong"]:
                 raise CorruptError(
                     f"taking policy version {source.version} from {source.location}", got=str(answer["wrong"]),
