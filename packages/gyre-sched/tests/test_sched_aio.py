@@ -36,7 +36,7 @@ class FakeStack:
     async def drain(self, cell):
         self.calls.append(("drain", cell))
         if "drain" in self.hang:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
 
     async def undrain(self, cell):
         self.calls.append(("undrain", cell))
@@ -132,7 +132,7 @@ async def run_group(runner, group, size=3):
     await asyncio.gather(*(execute(runner, f"{group}.{i}", group) for i in range(size)))
 
 
-async def until(condition, limit=5.0):
+async def until(condition, limit=60.0):
     async with asyncio.timeout(limit):
         while not condition():
             await asyncio.sleep(0.005)
@@ -141,7 +141,7 @@ async def until(condition, limit=5.0):
 async def test_a_foreign_stack_trains_steps_and_its_log_replays(tmp_path):
     log = EventLog(tmp_path / "events.jsonl", CFG, fsync="never")
     async with stack(log=log) as (runner, driver):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await asyncio.gather(*(run_group(runner, f"g{i}") for i in range(8)))
         await until(lambda: runner.state.step == 4)
         assert [x[1] for x in driver.calls if x[0] == "apply"] == [0, 1, 2, 3]
@@ -184,7 +184,7 @@ async def test_route_waits_for_a_move_and_a_refused_one_ends_at_the_new_cell():
         src = await runner.route("s", 50)
         driver.refuse = True
         await runner.post(e.TurnAsked(0, src, Role.TRAIN))
-        again = await asyncio.wait_for(runner.route("s", 60), 5)
+        again = await asyncio.wait_for(runner.route("s", 60), 60)
         assert again != src
         moves = [x for x in driver.calls if x[0] == "move"]
         assert moves[0][5], "the running call is interrupted"

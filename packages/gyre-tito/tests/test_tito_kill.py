@@ -72,7 +72,7 @@ async def agent(http, where, life, answers):
 
 
 async def one_life(path, seed, lives, port=0):
-    """Start the proxy, let agents talk, kill it at a random moment."""
+    """Start the proxy, let agents talk, kill it at a random moment after it has answered some calls."""
     rng = random.Random(seed)
     proxy = Proxy(path, seed, port)
     where = f"http://127.0.0.1:{proxy.port}"
@@ -85,7 +85,10 @@ async def one_life(path, seed, lives, port=0):
             ) as opened:
                 lives[name] = Life(name, (await opened.json())["api_key"])
         talks = [asyncio.create_task(agent(http, where, life, answers)) for life in lives.values()]
-        await asyncio.sleep(rng.uniform(0.02, 0.35))
+        some = rng.randint(1, 12)
+        while len(answers) < some and not all(talk.done() for talk in talks):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(rng.uniform(0.0, 0.05))
         proxy.kill()
         await asyncio.gather(*talks)
     return answers

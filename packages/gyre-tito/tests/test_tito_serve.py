@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 import socket
 import subprocess
@@ -18,11 +19,12 @@ from gyre_tito.testing import save_tiny_model
 
 
 def free_port_pair():
+    """Two neighbouring ports below those that connections are given, so that none takes one before the workers do."""
     for _ in range(50):
+        port = random.SystemRandom().randrange(10_000, 30_000)
         with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
             try:
+                one.bind(("127.0.0.1", port))
                 two.bind(("127.0.0.1", port + 1))
             except OSError:
                 continue

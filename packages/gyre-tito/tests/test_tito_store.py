@@ -96,7 +96,7 @@ async def test_whoever_stops_waiting_does_not_take_the_job_back(tmp_path):
     held = threading.Event()
     with Store.open(tmp_path / "s.db", writable=True) as store:
         await store.add_execution(ExecutionSpec("e"))
-        store.writer.submit(lambda *_: held.wait(10) and None)
+        store.writer.submit(lambda *_: held.wait(120) and None)
         waiting = asyncio.create_task(store.add_call("e", call(0)))
         await asyncio.sleep(0)
         waiting.cancel()
@@ -114,7 +114,7 @@ async def test_closing_waits_for_a_call_that_was_cut_while_its_commit_ran(tmp_pa
         service = TitoService(BookkeepingEngine(scripted(chat, "hi")), store, chat)
         await service.open_execution(ExecutionSpec("e"))
         execution = service._open("e")
-        store.writer.submit(lambda *_: held.wait(10) and None)
+        store.writer.submit(lambda *_: held.wait(120) and None)
         body = b'{"messages":[{"role":"user","content":"u"}]}'
         batch = await service.chat(execution, ChatCompletions().request(body, len(chat.tokenizer))[0], None)
         while not execution.tree.calls:
@@ -134,7 +134,7 @@ def test_a_job_outlives_the_loop_that_waited_for_it(tmp_path, recwarn, caplog):
     held = threading.Event()
 
     async def give_up(store):
-        store.writer.submit(lambda *_: held.wait(10) and None)
+        store.writer.submit(lambda *_: held.wait(120) and None)
         waiting = asyncio.create_task(store.add_call("e", call(0)))
         await asyncio.sleep(0)
         waiting.cancel()
