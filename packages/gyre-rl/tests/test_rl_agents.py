@@ -140,11 +140,13 @@ async def test_a_workspace_outlives_its_deadline_until_it_is_scored(tmp_path, mo
         await played.judging.wait()
     await asyncio.sleep(0.3)  # several times the limit and its slack: the judge is not hurried
     assert not running.done()
+    (stands,) = [path for path in tmp_path.iterdir() if path.name.startswith("g.0")]
+    files = len(list(stands.iterdir()))
     played.judged.set()
     outcome = await running
     assert outcome.end.status is ExecutionStatus.TIMEOUT
     assert "was cut" in outcome.end.reason
-    assert (outcome.score, played.statuses) == (Score(0.5, complete=False), [ExecutionStatus.TIMEOUT])
+    assert (outcome.score, played.statuses) == (Score(files / 4, complete=False), [ExecutionStatus.TIMEOUT])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("g.0")], "the workspace goes with its score"
     await host.close()
 

@@ -53,7 +53,7 @@ def host_of(engine: Engine) -> CellHost:
 async def test_a_cell_with_a_dead_engine_says_why_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cell_host, "ENGINE_GRACE_S", 0.05)
     link = Link()
-    await asyncio.wait_for(host_of(Engine(10**9))._report_load(link), 10)  # type: ignore[arg-type]
+    await asyncio.wait_for(host_of(Engine(10**9))._report_load(link), 60)  # type: ignore[arg-type]
     assert link.closed
     ((topic, message),) = link.asked  # an event would be dropped when the connection ends behind it
     assert topic == "failing"

@@ -245,8 +245,8 @@ def test_the_second_signal_kills(tmp_path):
         "from gyre_rl.cli.signals import until_stopped\n"
         "async def work():\n"
         "    print('up', flush=True)\n"
-        "    try:\n        await asyncio.sleep(30)\n"
-        "    finally:\n        print('stopping', flush=True); await asyncio.sleep(30)\n"
+        "    try:\n        await asyncio.sleep(600)\n"
+        "    finally:\n        print('stopping', flush=True); await asyncio.sleep(600)\n"
         "asyncio.run(until_stopped(work(), lambda: None))\n"
     )
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -255,7 +255,7 @@ def test_the_second_signal_kills(tmp_path):
         child.send_signal(signal.SIGINT)
         assert child.stdout.readline() == "stopping\n"
         child.send_signal(signal.SIGINT)
-        assert child.wait(20) == -signal.SIGINT
+        assert child.wait(60) == -signal.SIGINT
     finally:
         child.kill()
         child.wait()

@@ -64,7 +64,7 @@ class Stage:
         self.cells.pull, before = pulled, len(self.seen)
         cell = CellId(f"c{number}")
         await self.runner.post(e.TurnAsked(0, cell, Role.TRAIN))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not any(isinstance(m, SwitchTo) for m in self.cells.asked):
                 await asyncio.sleep(0.005)
         self.cells.asked.clear()
@@ -74,8 +74,8 @@ class Stage:
 @asynccontextmanager
 async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     nothing: Any = None
-    config: Any = SimpleNamespace(cells=SimpleNamespace(switch_s=5.0))
-    cells, seen = MeasuredCells(nothing, config, tmp_path), []
+    config: Any = SimpleNamespace(cells=SimpleNamespace(switch_s=60.0))
+    cells, seen = MeasuredCells(nothing, config, tmp_path, tmp_path), []
     cells.sources[0] = WeightSource(0, "nowhere")
     rollout: Any = SimpleNamespace(start_group=lambda group, version: None)
     training: Any = SimpleNamespace(applied=0)
@@ -95,12 +95,12 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
 async def sessions_on_every_cell(runner: SchedulerRunner, sizes: tuple[int, ...] = (TOKENS,) * 3) -> None:
     """One session a sampling cell, with so many tokens, in a pause."""
     admitted = asyncio.ensure_future(runner.admit("g", 3))
-    await asyncio.wait_for(admitted, 10)
+    await asyncio.wait_for(admitted, 60)
     for i in range(3):
         await runner.post(e.ExecutionStarted(0, f"g.{i}", "g"))
         await runner.post(e.SessionStarted(0, f"g.{i}.s", f"g.{i}"))
     for i in range(3):
-        await asyncio.wait_for(runner.route(f"g.{i}.s", sizes[i] - 1), 10)
+        await asyncio.wait_for(runner.route(f"g.{i}.s", sizes[i] - 1), 60)
     for i in range(3):
         await runner.call_ended(f"g.{i}.s", sizes[i])
 

@@ -181,13 +181,14 @@ class Owner:
         self.lost = asyncio.Event()
         self.told: list[int | str] = []
 
-        self.hears = asyncio.Event()
-        """What it is told is handled once this is set."""
+        self.hears, self.hung_up = asyncio.Event(), asyncio.Event()
+        """What a child told is handled once both are set; `hung_up` is when the child that asked listens no more."""
         self.hears.set()
 
     async def on_message(self, cell: CellId, topic: str, body: bytes) -> Any:
         if topic == "told":
-            await asyncio.sleep(0.6)
+            await self.hung_up.wait()
+            await asyncio.sleep(0.1)  # in which a loss that does not wait for this would come
             await self.hears.wait()
             self.told.append(unpack(body, int))
             return None
@@ -196,6 +197,7 @@ class Owner:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 self.told.append("nobody listens")
+                self.hung_up.set()
                 raise
         if topic == "strange":
             return object()
@@ -236,7 +238,7 @@ async def test_kill_9_is_noticed_and_the_next_life_has_a_higher_incarnation(flee
     child = await _start(made)
     await made.ready(child, Number)
     os.kill(child.process.pid, signal.SIGKILL)
-    await asyncio.wait_for(owner.lost.wait(), 10)
+    await asyncio.wait_for(owner.lost.wait(), 60)
     assert owner.losses[0][0] == CellId("echo", 1)
     with pytest.raises(InfrastructureError, match="gone"):
         made.get(child.id)
@@ -248,7 +250,7 @@ async def test_kill_9_is_noticed_and_the_next_life_has_a_higher_incarnation(flee
 async def test_what_a_child_told_before_it_died_is_handled_before_its_loss(fleet):
     made, owner = fleet
     await _start(made, **{"die telling": True})
-    await asyncio.wait_for(owner.lost.wait(), 30)
+    await asyncio.wait_for(owner.lost.wait(), 60)
     assert owner.told == ["nobody listens", 0, 1, 2, "lost"]
 
 
@@ -256,7 +258,7 @@ async def test_handling_what_a_dead_child_told_may_take_as_long_as_it_must(fleet
     made, owner = fleet
     owner.hears.clear()
     child = await _start(made, **{"die telling": True})
-    await asyncio.wait_for(child.process.wait(), 30)
+    await asyncio.wait_for(child.process.wait(), 60)
     while "nobody listens" not in owner.told:
         await asyncio.sleep(0.01)
     loop = asyncio.get_running_loop()
@@ -289,7 +291,7 @@ async def test_a_connection_that_outlives_its_process_is_closed_from_here(fleet,
         made._watch_start(Child(child.id, waiting, child.link, child.peer, child.ready, child.heard), Path("x"))
     )
     ended.set()
-    await asyncio.wait_for(watch, 30)
+    await asyncio.wait_for(watch, 60)
     assert [cell for cell, _ in owner.losses] == [child.id]
 
 
@@ -302,7 +304,7 @@ async def test_a_child_that_cannot_start_says_why(fleet):
 async def test_an_answer_to_a_child_that_cannot_be_sent_is_told_as_such(fleet):
     made, _ = fleet
     with pytest.raises(InfrastructureError, match=r"TypeError.*object"):
-        await made.ready(await _start(made, **{"ask strangely": True}), Number, 30.0)
+        await made.ready(await _start(made, **{"ask strangely": True}), Number, 60.0)
 
 
 async def test_a_child_that_dies_at_its_start_shows_its_log(fleet):
@@ -316,7 +318,7 @@ async def test_a_child_ends_when_its_run_is_gone(fleet):
     child = await _start(made)
     await made.ready(child, Number)
     await child.link.close()
-    assert await asyncio.wait_for(child.process.wait(), 15) == 0
+    assert await asyncio.wait_for(child.process.wait(), 60) == 0
 
 
 async def test_a_stranger_cannot_attach(fleet):

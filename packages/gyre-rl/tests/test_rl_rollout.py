@@ -61,6 +61,8 @@ class Lives:
 
     def __init__(self, *lives: Life) -> None:
         self.lives, self.back, self.seen_dying = list(lives), asyncio.Event(), True
+        self.missed = asyncio.Event()
+        """Somebody waits for the next life."""
         self.dead: set[int] = set()
 
     @property
@@ -69,6 +71,7 @@ class Lives:
 
     async def reach(self) -> Any:
         if self.here is None:
+            self.missed.set()
             await self.back.wait()
             self.lives.pop(0)
         return self.lives[0]
@@ -101,8 +104,13 @@ class Case:
             self.over.set()
 
     async def end(self) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await self.over.wait()
+
+    async def missed(self) -> None:
+        """The agents are gone, and the execution waits for them."""
+        async with asyncio.timeout(60):
+            await self.agents.missed.wait()
 
     def of(self, kind: type) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -129,7 +137,7 @@ async def test_what_rests_goes_on_under_its_name_in_the_next_life(tmp_path):
     case = Case(tmp_path, Life(dies), Life(ends))
     await rest(case, tmp_path)
     case.rollout.start("g.0", "g", 0, 0)
-    await asyncio.sleep(0.05)
+    await case.missed()
     assert not case.over.is_set(), "it waits for the agents"
     case.agents.back.set()
     await case.end()
@@ -164,7 +172,7 @@ async def test_an_attempt_that_begins_while_the_agents_are_gone_waits_and_spends
     case = Case(tmp_path, Life(dies), Life(ends))
     case.agents.dead.add(id(case.agents.lives[0]))
     case.rollout.start("g.0", "g", 1, 0)
-    await asyncio.sleep(0.05)
+    await case.missed()
     assert not case.over.is_set()
     case.agents.back.set()
     await case.end()
@@ -175,7 +183,7 @@ async def test_a_cut_while_the_agents_are_gone_is_told_to_the_next_life(tmp_path
     case = Case(tmp_path, Life(dies), Life(ends))
     await rest(case, tmp_path)
     case.rollout.start("g.0", "g", 0, 0)
-    await asyncio.sleep(0.05)
+    await case.missed()
     await case.rollout.cut("g.0", "the step closed")
     case.agents.back.set()
     await case.end()
