@@ -68,4 +68,6 @@ class ComponentContext:
     """Accelerators that are this cell's own (the process sees no others); 0 on CPU."""
     base_dir: str = "."
     """Folder of the run's configuration file: relative paths in options mean this folder."""
+    address: str = "127.0.0.1"
+    """This machine's address for the other machines of the run; the loopback one when there are none."""
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -12,13 +12,15 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process to start. `accelerators` says how many devices it owns (0: CPU only)."""
+    """A process to start. `accelerators` says how many devices it owns (0: CPU only); `cell` which cell of the run it
+    hosts, from 0, the same in each of its lives (None: a process that belongs beside the run itself)."""
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     log_path: str = ""
     accelerators: int = 0
+    cell: int | None = None
 
 
 class ProcessHandle(Protocol):

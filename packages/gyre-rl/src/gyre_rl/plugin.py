@@ -1,4 +1,4 @@
-"""What gyre-rl itself brings as a plugin: the launcher for one machine, and gyre-sched's policies.
+"""What gyre-rl itself brings as a plugin: the launchers for one machine and for several, and gyre-sched's policies.
 
 Import-light: names its classes as strings.
 """
@@ -12,12 +12,19 @@ from gyre_core import Kind, Registration, hookimpl
 
 @hookimpl
 def gyre_register() -> Iterator[Registration]:
-    """Register the local launcher and the built-in policies."""
+    """Register the launchers and the built-in policies."""
     yield Registration(
         Kind.LAUNCHER,
         "local",
         "gyre_rl.procs.launcher:LocalLauncher",
         summary="processes of this machine, each in a session of its own",
+    )
+    yield Registration(
+        Kind.LAUNCHER,
+        "machines",
+        "gyre_rl.procs.machines:MachinesLauncher",
+        options="gyre_rl.procs.machines:MachinesOptions",
+        summary="cells on the hosts of a list, by ssh, srun or another command",
     )
     for name, cls, summary in (
         (

@@ -60,6 +60,7 @@ from gyre_rl.cell.messages import (
     Took,
 )
 from gyre_rl.cell.moves import Moves, installed_transports
+from gyre_rl.cell.snapshots import Snapshots
 from gyre_rl.procs.child import ChildSpec
 from gyre_rl.procs.link import Link
 from gyre_rl.procs.wire import Empty, Endpoint, Peer, authorised, build_app, unpack
@@ -84,7 +85,8 @@ class CellHost:
         self._link: Link | None = None
         self._http: aiohttp.ClientSession | None = None
         self._calls: dict[str, str] = {}
-        self._leases = LeaseWorker(trainer, spec.cell)
+        self._snapshots = Snapshots(spec)
+        self._leases = LeaseWorker(trainer, spec.cell, self._snapshots)
         self._adding = asyncio.Lock()
         self._counted: dict[str, Contribution] = {}
         """Core: batch id -> the contribution of the step's sum that holds it."""
@@ -109,10 +111,13 @@ class CellHost:
         began = time.perf_counter()
         self._link, self._http = link, http
         self._leases.open(link)
+        source = await self._snapshots.near(self.body.source)
         if self.body.role is Role.ROLLOUT:
-            await asyncio.gather(self._enter(Role.ROLLOUT, self.body.source), self.trainer.prepare(self.body.source))
+            await asyncio.gather(self._enter(Role.ROLLOUT, source), self.trainer.prepare(source))
         else:
-            await self._enter(self.body.role, self.body.source)
+            await self._enter(self.body.role, source)
+        if self.body.core:
+            self._snapshots.offer(self.body.weights)
         if self.body.core and self.body.restore:
             await self.trainer.restore(self.body.restore)
         slots, kv_tokens = 0, 0
@@ -149,6 +154,7 @@ class CellHost:
             self._load_task.cancel()
         await self._leases.close()
         await self._moves.close()
+        await self._snapshots.close()
         await self.engine.close()
         await self.trainer.close()
 
@@ -218,12 +224,13 @@ class CellHost:
         began = time.perf_counter()
         old = self.role
         if old is not message.role:
+            source = await self._snapshots.near(message.source)
             await self._leave()
             try:
-                await self._enter(message.role, message.source)
+                await self._enter(message.role, source)
             except Exception:
                 if old is not None:
-                    await self._enter(old, message.source)
+                    await self._enter(old, source)
                 raise
         self._draining = False
         return Took(time.perf_counter() - began)
@@ -237,7 +244,7 @@ class CellHost:
         """Take another version's weights in the present role."""
         began = time.perf_counter()
         if self.role is Role.ROLLOUT:
-            await self.engine.update_weights(message.source)
+            await self.engine.update_weights(await self._snapshots.near(message.source))
         return Took(time.perf_counter() - began)
 
     # -- sampling --------------------------------------------------------------------------------------------
@@ -343,6 +350,7 @@ async def make(spec: ChildSpec) -> CellHost:
         threads=body.threads,
         accelerators=body.accelerators,
         base_dir=body.base_dir,
+        address=spec.address,
     )
     engine = plugins.create(Kind.ENGINE, body.engine, body.engine_options, context)
     trainer = plugins.create(Kind.TRAINER, body.trainer, body.trainer_options, context)

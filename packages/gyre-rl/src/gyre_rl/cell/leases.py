@@ -14,6 +14,7 @@ from dataclasses import replace
 from gyre_core import CellId, GyreError, Trainer
 
 from gyre_rl.cell.messages import Lease, LeaseDone
+from gyre_rl.cell.snapshots import Snapshots
 from gyre_rl.procs.link import Link
 
 log = logging.getLogger("gyre.cell")
@@ -22,8 +23,8 @@ log = logging.getLogger("gyre.cell")
 class LeaseWorker:
     """Computes leases in the order they come."""
 
-    def __init__(self, trainer: Trainer, cell: CellId) -> None:
-        self._trainer, self._cell = trainer, cell
+    def __init__(self, trainer: Trainer, cell: CellId, snapshots: Snapshots) -> None:
+        self._trainer, self._cell, self._snapshots = trainer, cell, snapshots
         self._queue: asyncio.Queue[Lease] = asyncio.Queue()
         self._recalled: set[int] = set()
         self._idle = asyncio.Event()
@@ -74,7 +75,7 @@ class LeaseWorker:
 
     async def _compute(self, lease: Lease) -> LeaseDone:
         if self._trainer.version != lease.source.version:
-            await self._trainer.load_weights(lease.source)
+            await self._trainer.load_weights(await self._snapshots.near(lease.source))
         computed = 0
         for batch in lease.batches:
             if lease.lease in self._recalled:

@@ -36,6 +36,8 @@ class CellBody:
     trainer_options: dict[str, Any] = field(default_factory=dict)
     restore: str | None = None
     """Core: checkpoint folder to go on from."""
+    weights: str = ""
+    """Core: where it publishes versions."""
     seed: int = 0
     device: str = "cpu"
     threads: int = 1

@@ -13,6 +13,7 @@ from gyre_kvxfer import MigrationServer, MovePolicy, Transport, migrate
 
 from gyre_rl.cell.kv import EngineKV
 from gyre_rl.cell.messages import KVSettings, Pulled, PullSession
+from gyre_rl.procs.address import in_url
 from gyre_rl.procs.child import ChildSpec
 
 
@@ -28,7 +29,10 @@ class Moves:
         offered = None if self._settings.transport == "auto" else (self._settings.transport,)
         source = EngineKV(engine, self._settings.digest)
         await source.keep_digests()
-        self._server = MigrationServer(source, key=self._spec.token.encode(), transports=offered, extra=self._extra)
+        listen = f"tcp://{in_url(self._spec.address)}:0"
+        self._server = MigrationServer(
+            source, key=self._spec.token.encode(), listen=listen, transports=offered, extra=self._extra
+        )
         await self._server.start()
         return self._server.endpoint
 

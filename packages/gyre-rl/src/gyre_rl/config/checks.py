@@ -16,7 +16,7 @@ from gyre_rl.config.schema import RunConfig
 
 def cross_checks(config: RunConfig) -> list[Problem]:
     """Every problem between sections."""
-    return [*_cells(config), *_rollout(config), *_scheduler(config), *_name(config)]
+    return [*_cells(config), *_rollout(config), *_scheduler(config), *_network(config), *_name(config)]
 
 
 def _cells(config: RunConfig) -> Iterator[Problem]:
@@ -57,6 +57,14 @@ def _scheduler(config: RunConfig) -> Iterator[Problem]:
         sched_config(config)
     except SchedulerRefusal as refusal:
         yield Problem("scheduler", str(refusal).replace("SchedConfig.", ""))
+
+
+def _network(config: RunConfig) -> Iterator[Problem]:
+    if config.network.address in ("", "0.0.0.0", "::"):
+        yield Problem(
+            "network.address",
+            f"got {config.network.address!r}, expected one address of this machine that the run's processes reach",
+        )
 
 
 def transport_check(config: RunConfig, brought: Iterable[str]) -> Iterator[Problem]:

@@ -210,6 +210,16 @@ class KVConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class NetworkConfig:
+    """How the processes of a run reach one another."""
+
+    address: str = "127.0.0.1"
+    """This machine's address for the run's processes. With cells on other machines it must be one that they reach;
+    every process then listens on the address from which it reaches this one. Traffic is authenticated, not
+    encrypted."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProxyConfig:
     """The recording proxy in front of the engines."""
 
@@ -277,6 +287,7 @@ class RunConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     kv: KVConfig = field(default_factory=KVConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

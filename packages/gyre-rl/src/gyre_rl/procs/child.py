@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,9 @@ import msgspec
 from aiohttp import web
 from gyre_core import CellId, GyreError
 
+from gyre_rl.procs.address import in_url, own_address
 from gyre_rl.procs.link import Link
+from gyre_rl.procs.sockets import session
 from gyre_rl.procs.wire import Fault, serve
 
 log = logging.getLogger("gyre.child")
@@ -44,7 +46,7 @@ class ChildSpec:
     run_dir: str
     body: dict[str, Any] = field(default_factory=dict)
     address: str = "127.0.0.1"
-    """Interface to listen on."""
+    """This machine's address on the way to the run, which the process finds itself; what it listens on."""
     port: int = 0
 
     @property
@@ -87,12 +89,13 @@ async def live(spec: ChildSpec) -> None:
     """Host until the link to the run ends or a signal asks to stop."""
     module, _, name = spec.host.partition(":")
     make: HostFactory = getattr(importlib.import_module(module), name)
+    spec = replace(spec, address=own_address(spec.control_url))
     hosted = await make(spec)
     runner, port = await serve(hosted.app, spec.address, spec.port)
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     try:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        async with session() as http:
             await _attached(spec, hosted, http, port, stopping)
     finally:
         _end_in(GRACE_S)
@@ -115,7 +118,7 @@ async def _attached(
         link = Link(socket, hosted.answer, "the run")
         pump = asyncio.create_task(link.pump())
         stop = asyncio.create_task(stopping.wait())
-        work = asyncio.create_task(_become_ready(link, hosted, http, f"http://{spec.address}:{port}"))
+        work = asyncio.create_task(_become_ready(link, hosted, http, f"http://{in_url(spec.address)}:{port}"))
         await asyncio.wait({pump, stop}, return_when=asyncio.FIRST_COMPLETED)
         for task in (pump, stop, work):
             task.cancel()

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from gyre_core import CellId, GyreError, InfrastructureError, Launcher, ProcessHandle, ProcessSpec
 
+from gyre_rl.procs.address import in_url
 from gyre_rl.procs.child import ChildSpec, Hello
 from gyre_rl.procs.link import Link
+from gyre_rl.procs.sockets import session
 from gyre_rl.procs.wire import Fault, Peer, authorised, serve, unpack
 
 T = TypeVar("T")
@@ -67,12 +68,12 @@ class Fleet:
         self._closing = False
 
     async def open(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Open the control port."""
+        """Open the control port. `host` is this machine's address for every process of the run."""
         app = web.Application()
         app.router.add_get("/attach", self._attach)
         self._runner, self._port = await serve(app, host, port)
-        self.control_url = f"http://{host}:{self._port}"
-        self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self.control_url = f"http://{in_url(host)}:{self._port}"
+        self.http = session()
 
     async def start(
         self,
@@ -83,8 +84,9 @@ class Fleet:
         env: dict[str, str] | None = None,
         port: int = 0,
         accelerators: int = 0,
+        cell: int | None = None,
     ) -> Child:
-        """Start a process under its next incarnation; it may be waited for with `ready`."""
+        """Start a process under its next incarnation; it may be waited for with `ready`. `cell`: see `ProcessSpec`."""
         life = self._lives[name] = self._lives.get(name, 0) + 1
         spec = ChildSpec(host, name, life, self.control_url, self.token, str(self._run_dir), body, port=port)
         path = self._run_dir / "procs" / f"{name}.{life}.json"
@@ -95,7 +97,7 @@ class Fleet:
         log.parent.mkdir(parents=True, exist_ok=True)
         process = await self._launcher.start(
             ProcessSpec(
-                name, [sys.executable, "-m", "gyre_rl.procs.child", str(path)], env or {}, str(log), accelerators
+                name, [sys.executable, "-m", "gyre_rl.procs.child", str(path)], env or {}, str(log), accelerators, cell
             )
         )
         child = Child(spec.cell, process)
@@ -144,7 +146,7 @@ class Fleet:
         await socket.prepare(request)
         child.link = Link(socket, lambda topic, body: self._message(child, topic, body), str(child.id))
         host = request.remote or "127.0.0.1"
-        child.peer = Peer(self.http, f"http://{host}:{hello.port}", self.token, str(child.id))
+        child.peer = Peer(self.http, f"http://{in_url(host)}:{hello.port}", self.token, str(child.id))
         try:
             await child.link.pump()
         finally:

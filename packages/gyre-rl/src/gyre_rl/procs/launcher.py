@@ -45,17 +45,33 @@ class LocalProcess:
         return await self.wait()
 
 
+class Devices:
+    """Which of a machine's accelerators belong to which process. One that comes back gets the ones it had."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, range] = {}
+
+    def env(self, spec: ProcessSpec) -> dict[str, str]:
+        """The variable that leaves a process its own; none for a process without."""
+        if not spec.accelerators:
+            return {}
+        if spec.name not in self._taken:
+            first = sum(len(taken) for taken in self._taken.values())
+            self._taken[spec.name] = range(first, first + spec.accelerators)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._taken[spec.name]))}
+
+
 class LocalLauncher:
     """Starts processes with the given environment on top of this process's own."""
 
     def __init__(self, options: None, context: ComponentContext) -> None:
         self._started: list[LocalProcess] = []
-        self._devices: dict[str, range] = {}
+        self._devices = Devices()
 
     async def start(self, spec: ProcessSpec) -> ProcessHandle:
         """Start it with output to `spec.log_path`; raises InfrastructureError if the program cannot be started."""
         log = Path(spec.log_path or os.devnull)
-        env = {**os.environ, **self._device_env(spec), **spec.env}
+        env = {**os.environ, **self._devices.env(spec), **spec.env}
         try:
             with log.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
@@ -71,15 +87,6 @@ class LocalLauncher:
         handle = LocalProcess(process, spec.name)
         self._started.append(handle)
         return handle
-
-    def _device_env(self, spec: ProcessSpec) -> dict[str, str]:
-        """The devices that are this process's own; a process that comes back gets the ones it had."""
-        if not spec.accelerators:
-            return {}
-        if spec.name not in self._devices:
-            first = sum(len(taken) for taken in self._devices.values())
-            self._devices[spec.name] = range(first, first + spec.accelerators)
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._devices[spec.name]))}
 
     async def close(self) -> None:
         """End all, at once."""

@@ -17,6 +17,8 @@ import msgspec
 from aiohttp import web
 from gyre_core import CellLostError, GyreError, InfrastructureError
 
+from gyre_rl.procs.sockets import listening
+
 T = TypeVar("T")
 MAX_BODY = 1 << 30
 """Bytes of the largest request: a micro-batch of a million-token tree is about 40 MB."""
@@ -128,9 +130,8 @@ async def serve(app: web.Application, host: str, port: int) -> tuple[web.AppRunn
     """Start serving; returns the runner (call `cleanup`) and the port. A taken port is a clear error."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
-    site = web.TCPSite(runner, host, port)
     try:
-        await site.start()
+        await web.SockSite(runner, listening(host, port)).start()
     except OSError as error:
         await runner.cleanup()
         raise InfrastructureError(

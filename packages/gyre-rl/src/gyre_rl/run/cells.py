@@ -45,6 +45,16 @@ ADD_S = 600.0
 HOST = "gyre_rl.cell.host:make"
 
 
+def name_of(index: int) -> str:
+    """Of the run's `index`-th cell, in all of its lives."""
+    return f"cell-{index}"
+
+
+def index_of(name: str) -> int:
+    """Which cell has this name."""
+    return int(name.removeprefix("cell-"))
+
+
 @dataclass(slots=True)
 class CellInfo:
     """A living cell."""
@@ -69,6 +79,7 @@ class Cells:
     fleet: Fleet
     config: RunConfig
     contributions: Path
+    weights: Path
     infos: dict[CellId, CellInfo] = field(default_factory=dict)
     sources: dict[int, WeightSource] = field(default_factory=dict)
     moves: list[Pulled] = field(default_factory=list)
@@ -86,6 +97,7 @@ class Cells:
             engine_options=plain(config.engine.options),
             trainer_options=plain(config.trainer.options),
             restore=restore,
+            weights=str(self.weights),
             seed=config.seed,
             device=config.cells.device,
             threads=config.cells.threads,
@@ -97,7 +109,9 @@ class Cells:
         threads = str(config.cells.threads)
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         cells = config.cells
-        child = await self.fleet.start(name, HOST, msgspec.to_builtins(body), env=env, accelerators=cells.accelerators)
+        child = await self.fleet.start(
+            name, HOST, msgspec.to_builtins(body), env=env, accelerators=cells.accelerators, cell=index_of(name)
+        )
         ready = await self.fleet.ready(child, CellReady, cells.start_s)
         self.infos[child.id] = CellInfo(child, core, ready)
         return child.id
@@ -183,5 +197,5 @@ class Cells:
         for index in range(config.count):
             role = Role.TRAIN if index < config.train else Role.ROLLOUT
             core = index == 0
-            starts.append(self.start(f"cell-{index}", role, source, core=core, restore=restore if core else None))
+            starts.append(self.start(name_of(index), role, source, core=core, restore=restore if core else None))
         return list(await asyncio.gather(*starts))

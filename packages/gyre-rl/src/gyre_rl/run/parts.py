@@ -364,15 +364,16 @@ async def assembled(
     """All processes up and joined, from the weights of `source` (and the checkpoint `restore`)."""
     bus = EventBus(directory.events, [*make_sinks(config, directory, plugins), *views])
     parts = Parts(config, directory, plugins, bus, asyncio.get_running_loop().create_future())
-    context = ComponentContext(str(directory.root), "run", config.seed, base_dir=config.base_dir)
+    address = config.network.address
+    context = ComponentContext(str(directory.root), "run", config.seed, base_dir=config.base_dir, address=address)
     launcher = _create(plugins, Kind.LAUNCHER, config.launcher, context)
     async with AsyncExitStack() as stack:
         stack.callback(bus.close)
         bus.emit(run_started(config, directory, source.version, resumed))
         parts.fleet = Fleet(launcher, directory.root, on_message=parts.on_message, on_loss=parts.on_loss)
-        await parts.fleet.open()
+        await parts.fleet.open(address)
         stack.push_async_callback(parts.fleet.close)
-        parts.cells = Cells(parts.fleet, config, directory.root / "contributions")
+        parts.cells = Cells(parts.fleet, config, directory.root / "contributions", directory.weights)
         parts.rollout = Rollout(
             config,
             agents=parts.agents,

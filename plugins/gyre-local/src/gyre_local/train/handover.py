@@ -38,11 +38,12 @@ class CoreMemory:
     """The core's side."""
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, run_dir: str, timeout_s: float
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, run_dir: str, address: str, timeout_s: float
     ) -> None:
+        """`address`: this machine's for the satellites."""
         code = torch_code("gradients", dtype)
         forms = {name: (code, shape) for name, shape in shapes.items()}
-        self._receiver = Receiver(whole(forms), idle_s=timeout_s)
+        self._receiver = Receiver(whole(forms), host=address, idle_s=timeout_s)
         self._own: dict[str, Gradients] = {}
         self._place = Path(run_dir) / ENDPOINT
         self._endpoint = self._receiver.start()

@@ -60,7 +60,7 @@ class LocalTrainer:
         self._threads = context.threads
         self._pool = ThreadPoolExecutor(1, f"gyre-local-trainer-{context.name}", self._use_threads)
         self._seed = context.seed
-        self._run_dir = context.run_dir
+        self._run_dir, self._address = context.run_dir, context.address
         self._files: dict[str, bytes] = {}
         self._publisher: Publisher | None = None
         self._memory: CoreMemory | None = None
@@ -113,7 +113,9 @@ class LocalTrainer:
                 self._files = model_files(Path(source.location), self.options.dtype)
                 if self.options.handover == "memory":
                     shapes, dtype = self._replica.shapes, self._replica.sum_dtype
-                    self._memory = CoreMemory(shapes, dtype, self._run_dir, self.options.handover_timeout_s)
+                    self._memory = CoreMemory(
+                        shapes, dtype, self._run_dir, self._address, self.options.handover_timeout_s
+                    )
                     self._memory.open_step(self.version)
 
         await self._run("start", work)

@@ -1,0 +1,74 @@
+"""Where a cell finds a version's weights: on its machine, else with the core, whose machine has it.
+
+Invariants: `near` gives folders that this machine can open, fetched whole and compared with their digests; of a
+machine's cells one fetches a version and the others find it. What is fetched lies in shared memory and goes with the
+cell that fetched last. Not here: how engines and trainers read a folder. The run's directory is the same on all its
+machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from gyre_core import InfrastructureError, WeightSource
+from gyre_weights import WeightsError
+from gyre_weights.handover import Holder, nearest
+from gyre_weights.shm import own, remove, shm_root
+
+from gyre_rl.procs.address import is_loopback
+from gyre_rl.procs.child import ChildSpec
+
+ENDPOINT = "snapshots.json"
+KEEP = 3
+"""Versions that stay on a machine: as many as a trainer keeps, so that a cell may lag behind."""
+
+
+class Snapshots:
+    """One cell's way to weights. `idle_s`: longest silence of the other side; `total_s`: longest fetch."""
+
+    def __init__(self, spec: ChildSpec, *, idle_s: float = 60.0, total_s: float = 3600.0) -> None:
+        self._run, self._address = Path(spec.run_dir), spec.address
+        self._idle, self._total = idle_s, total_s
+        self._holder: Holder | None = None
+        self._fetched: Path | None = None
+
+    def offer(self, folder: str) -> None:
+        """Core: give the versions under `folder` to other machines. Nothing is opened where there are none."""
+        if is_loopback(self._address) or self._holder is not None:
+            return
+        self._holder = Holder(folder, host=self._address, idle_s=self._idle, total_s=self._total)
+        self._holder.start().save(self._run / ENDPOINT)
+
+    async def near(self, source: WeightSource) -> WeightSource:
+        """`source` as this machine can open it. InfrastructureError when nobody has it, or the fetch fails. In a run of
+        one machine it is what it was: whoever opens it tells what is wrong with it."""
+        if is_loopback(self._address) or Path(source.location).is_dir():
+            return source
+        return await asyncio.to_thread(self._fetch, source)
+
+    def _fetch(self, source: WeightSource) -> WeightSource:
+        try:
+            into = self._fetched or shm_root(self._run)
+            found = nearest(
+                source.location, source.version, self._run / ENDPOINT, into,
+                keep=KEEP, idle_s=self._idle, total_s=self._total,
+            )  # fmt: skip
+            self._fetched = into
+            own(into, self._run.resolve())
+        except (WeightsError, OSError) as error:
+            raise InfrastructureError(
+                f"finding policy version {source.version} for a cell at {self._address}", got=str(error),
+                expected=f"the folder {source.location}, or a core that gives it",
+                fix="Folders that a run's file names must have the same path on all its machines.",
+            ) from error  # fmt: skip
+        return replace(source, location=str(found.folder), kind="delta" if found.is_delta else "shm")
+
+    async def close(self) -> None:
+        """Give nothing any more, and leave nothing in this machine's memory."""
+        if self._holder is not None:
+            await asyncio.to_thread(self._holder.close)
+            (self._run / ENDPOINT).unlink(missing_ok=True)
+        if self._fetched is not None:
+            await asyncio.to_thread(remove, self._fetched)

@@ -1,0 +1,159 @@
+"""The launcher for several machines: cells on the hosts of a list, everything else beside the run.
+
+A cell is started by a command that runs a program on another host (ssh, srun, a container's exec) with the tether
+there, whose standard input stays here. Invariants: a cell is on the same host in each of its lives; nothing outlives
+`close`, nor this process by more than the connection's end. What the hosts must have in common: the run's directory
+and the files that the configuration names, under the same paths, and Gyre.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gyre_core import ComponentContext, ConfigError, InfrastructureError, ProcessHandle, ProcessSpec
+
+from gyre_rl.procs.address import is_loopback
+from gyre_rl.procs.launcher import Devices, LocalLauncher
+from gyre_rl.procs.tether import END
+
+HERE = "localhost"
+"""In `hosts`: the run's own machine, without a command."""
+PLACE = "{host}"
+KILL_S = 10.0
+"""How long a connection may take to end once what it held was killed; then its own process is."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachinesOptions:
+    """Where the cells of a run live. They are dealt in order: the first `cells_per_host` on the first host."""
+
+    hosts: tuple[str, ...]
+    """Machines, by the names that `command` knows; "localhost" is the run's own."""
+    cells_per_host: int = 1
+    command: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", PLACE)
+    """Words that run a program on a host, its words following; "{host}" is the host's name. It must hand its standard
+    input on, as ssh and srun do."""
+    shell: bool = True
+    """The program's words pass through a shell there, as with ssh, and are quoted for it."""
+    python: str = ""
+    """Interpreter that has Gyre, on every other host; empty: the path of this one."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the cells there, beside those that the run sets. This process's own stay here."""
+
+    def __post_init__(self) -> None:
+        wrong = ""
+        if not self.hosts or not all(self.hosts):
+            wrong = f"hosts: got {list(self.hosts)}, expected at least one name and no empty one"
+        elif self.cells_per_host < 1:
+            wrong = f"cells_per_host: got {self.cells_per_host}, expected 1 or more"
+        elif not any(PLACE in word for word in self.command):
+            wrong = f"command: got {list(self.command)}, expected words with {PLACE} in one of them"
+        if wrong:
+            raise ValueError(f"options of MachinesOptions: {wrong}")
+
+    def host_of(self, cell: int) -> str:
+        """Where a cell lives; ConfigError when there are more cells than places."""
+        if cell >= len(self.hosts) * self.cells_per_host:
+            raise ConfigError(
+                f"placing cell {cell}", got=f"{len(self.hosts)} hosts with {self.cells_per_host} cells each",
+                expected="a place for every cell", fix="Name more hosts, raise cells_per_host, or lower cells.count.",
+            )  # fmt: skip
+        return self.hosts[cell // self.cells_per_host]
+
+    def words(self, host: str, spec: ProcessSpec, env: Mapping[str, str], folder: str) -> list[str]:
+        """The whole command that starts `spec` on `host`."""
+        python = self.python or sys.executable
+        program = [python, *spec.argv[1:]] if spec.argv[0] == sys.executable else list(spec.argv)
+        variables = [f"{name}={value}" for name, value in sorted(env.items())]
+        inner = ["env", *variables, python, "-m", "gyre_rl.procs.tether", "--folder", folder, "--", *program]
+        outer = [word.replace(PLACE, host) for word in self.command]
+        return [*outer, *(map(shlex.quote, inner) if self.shell else inner)]
+
+
+class TetheredProcess:
+    """A program on another host, held by the standard input of the command that started it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
+        self._process, self.name = process, name
+        self._exit = asyncio.ensure_future(process.wait())
+
+    @property
+    def pid(self) -> int | None:
+        """None: it has one on its own host."""
+        return None
+
+    async def wait(self) -> int:
+        """Exit status; 128 plus the number for a signal, and what the command itself ends with when it fails."""
+        return await asyncio.shield(self._exit)
+
+    async def _ends_in(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._exit), seconds)
+        return self._exit.done()
+
+    async def terminate(self, grace_s: float = 5.0) -> int:
+        """Ask it to end; after `grace_s` seconds let go of it, which kills it and its session."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        if not self._exit.done():
+            with contextlib.suppress(ConnectionError):
+                stdin.write(END)
+                await asyncio.wait_for(stdin.drain(), grace_s or 1.0)
+            await self._ends_in(grace_s)
+        stdin.close()
+        if not await self._ends_in(KILL_S):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        return await self.wait()
+
+
+class MachinesLauncher:
+    """Starts cells on the hosts of its options, and the run's other processes here."""
+
+    def __init__(self, options: MachinesOptions, context: ComponentContext) -> None:
+        if is_loopback(context.address) and any(host != HERE for host in options.hosts):
+            raise ConfigError(
+                "making the launcher of several machines", got=f"the run's address {context.address}",
+                expected="one that the other machines reach",
+                fix="Set [network] address to this machine's address on their network.",
+            )  # fmt: skip
+        self._options = options
+        self._here = LocalLauncher(None, context)
+        self._started: list[TetheredProcess] = []
+        self._devices: dict[str, Devices] = {}
+
+    async def start(self, spec: ProcessSpec) -> ProcessHandle:
+        """Start it in its place; ConfigError for a cell without one, InfrastructureError when the command cannot be
+        started. A host that cannot be reached shows as an early end, with the command's words in the log."""
+        host = HERE if spec.cell is None else self._options.host_of(spec.cell)
+        if host == HERE:
+            return await self._here.start(spec)
+        devices = self._devices.setdefault(host, Devices())
+        env = {**devices.env(spec), **spec.env, **self._options.environment}
+        words = self._options.words(host, spec, env, os.getcwd())
+        try:
+            with Path(spec.log_path or os.devnull).open("ab") as output:
+                process = await asyncio.create_subprocess_exec(
+                    *words, stdin=PIPE, stdout=output, stderr=output, start_new_session=True
+                )
+        except OSError as error:
+            raise InfrastructureError(
+                f"starting the process {spec.name!r} on {host} with {words[0]!r}", got=str(error)
+            ) from error
+        handle = TetheredProcess(process, spec.name)
+        self._started.append(handle)
+        return handle
+
+    async def close(self) -> None:
+        """End all, at once."""
+        await asyncio.gather(self._here.close(), *(process.terminate() for process in self._started))
+        self._started.clear()

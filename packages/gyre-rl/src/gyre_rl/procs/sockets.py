@@ -1,0 +1,57 @@
+"""The sockets between a run's processes: those of a machine that has gone without a word fail within half a minute.
+
+The kernel asks the other kernel, so a process that is busy or stopped never counts as gone, only a machine or a way to
+it. Invariant: every connection of `session` and of a socket from `listening` is watched, on both sides.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import aiohttp
+
+IDLE_S = 10
+EVERY_S = 5
+TIMES = 4
+"""A connection without traffic is asked after IDLE_S seconds, every EVERY_S seconds, and fails after TIMES silences."""
+SILENCE_S = IDLE_S + EVERY_S * TIMES
+"""What was sent and is not acknowledged for so long is lost as well."""
+
+
+def watch(sock: socket.socket) -> None:
+    """Let the kernel watch the other side; sockets accepted from a watched one are watched. Where a kernel lacks an
+    option its own times hold."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    wanted = {
+        "TCP_KEEPIDLE": IDLE_S, "TCP_KEEPINTVL": EVERY_S, "TCP_KEEPCNT": TIMES, "TCP_USER_TIMEOUT": SILENCE_S * 1000,
+    }  # fmt: skip
+    for name, value in wanted.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _connecting(info: Any) -> socket.socket:
+    family, kind, protocol, *_ = info
+    sock = socket.socket(family, kind, protocol)
+    watch(sock)
+    return sock
+
+
+def session() -> aiohttp.ClientSession:
+    """A client of the run's processes, without a limit of connections."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, socket_factory=_connecting))
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A bound socket, not yet listening; OSError when the port is taken."""
+    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        watch(sock)
+        sock.bind(where)
+    except OSError:
+        sock.close()
+        raise
+    return sock

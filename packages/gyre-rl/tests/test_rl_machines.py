@@ -1,0 +1,212 @@
+"""Cells on other machines: where each lives, how it is started there, and that nothing is left there. Real processes;
+the command to another host does what ssh does with its words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from gyre_core import ComponentContext, ConfigError, InfrastructureError, ProcessSpec
+from gyre_rl.procs.address import in_url, is_loopback, own_address
+from gyre_rl.procs.machines import HERE, MachinesLauncher, MachinesOptions
+from gyre_rl.procs.wire import serve
+
+REACHABLE = ComponentContext("/run", "run", address="10.1.2.3")
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> tuple[str, ...]:
+    """Puts its words together with spaces, as ssh does, and gives them to a shell of an empty environment elsewhere."""
+    script, elsewhere = tmp_path / "ssh", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    script.write_text(
+        f'#!/bin/sh\nhost="$1"\nshift\ncd {elsewhere}\nexec env -i PATH="$PATH" HOST="$host" /bin/sh -c "$*"\n'
+    )
+    script.chmod(0o700)
+    return (str(script), "{host}")
+
+
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"
+
+
+async def until(condition) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        await asyncio.sleep(0.02)
+
+
+def test_cells_are_dealt_in_order_and_one_without_a_place_is_refused():
+    options = MachinesOptions(hosts=("a", "b", HERE), cells_per_host=2)
+    assert [options.host_of(cell) for cell in range(6)] == ["a", "a", "b", "b", HERE, HERE]
+    with pytest.raises(ConfigError, match=r"placing cell 6.*3 hosts with 2 cells each.*Name more hosts"):
+        options.host_of(6)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"hosts": ()}, "hosts: got"),
+        ({"hosts": ("a", "")}, "hosts: got"),
+        ({"hosts": ("a",), "cells_per_host": 0}, "cells_per_host: got 0"),
+        ({"hosts": ("a",), "command": ("ssh", "a")}, "command: got .*{host}"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(given, says):
+    with pytest.raises(ValueError, match=says):
+        MachinesOptions(**given)
+
+
+def test_an_address_that_only_this_machine_reaches_is_refused():
+    options = MachinesOptions(hosts=("a",))
+    for address in ("127.0.0.1", "localhost", "::1"):
+        with pytest.raises(ConfigError, match=r"Set \[network\] address"):
+            MachinesLauncher(options, ComponentContext("/run", "run", address=address))
+    MachinesLauncher(MachinesOptions(hosts=(HERE,)), ComponentContext("/run", "run"))
+
+
+async def test_a_cell_starts_on_its_host_with_its_variables_and_nothing_of_ours(ssh, tmp_path, monkeypatch):
+    monkeypatch.setenv("OURS", "1")
+    told = tmp_path / "it's told"
+    program = "import json, os, sys; json.dump([dict(os.environ), os.getcwd(), sys.argv], open(sys.argv[1], 'w'))"
+    options = MachinesOptions(hosts=("far away",), command=ssh, environment={"MORE": "a b'c"})
+    launcher = MachinesLauncher(options, REACHABLE)
+    spec = ProcessSpec(
+        "cell-0",
+        [sys.executable, "-c", program, str(told)],
+        {"X": "$HOME"},
+        str(tmp_path / "log"),
+        accelerators=2,
+        cell=0,
+    )
+    process = await launcher.start(spec)
+    assert await process.wait() == 0, (tmp_path / "log").read_text()
+    env, folder, words = json.loads(told.read_text())
+    assert (env["HOST"], env["MORE"], env["X"], env["CUDA_VISIBLE_DEVICES"]) == ("far away", "a b'c", "$HOME", "0,1")
+    assert "OURS" not in env
+    assert (folder, words) == (str(Path.cwd()), ["-c", str(told)])
+    await launcher.close()
+
+
+async def test_devices_are_counted_on_each_host_and_kept(ssh, tmp_path):
+    options = MachinesOptions(hosts=("a", "b"), cells_per_host=2, command=ssh)
+    launcher = MachinesLauncher(options, REACHABLE)
+    told = []
+    for cell in (0, 1, 2, 3, 1):
+        log = tmp_path / f"{cell}"
+        words = ["/bin/sh", "-c", "echo $HOST $CUDA_VISIBLE_DEVICES"]
+        log.unlink(missing_ok=True)
+        process = await launcher.start(ProcessSpec(f"cell-{cell}", words, {}, str(log), accelerators=4, cell=cell))
+        assert await process.wait() == 0
+        told.append(log.read_text().strip())
+    assert told == ["a 0,1,2,3", "a 4,5,6,7", "b 0,1,2,3", "b 4,5,6,7", "a 4,5,6,7"]
+    await launcher.close()
+
+
+async def test_what_is_no_cell_stays_beside_the_run(ssh, tmp_path):
+    launcher = MachinesLauncher(MachinesOptions(hosts=("a",), command=ssh), REACHABLE)
+    process = await launcher.start(ProcessSpec("proxy", ["/bin/sh", "-c", "exit 7"], {}, str(tmp_path / "log")))
+    assert process.pid is not None
+    assert await process.wait() == 7
+    await launcher.close()
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: open(sys.argv[1] + ".asked", "w").close())
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[1], "w").write(f"{os.getpid()} {child.pid}")
+while True:
+    time.sleep(600)
+"""
+
+
+async def stubborn(launcher, tmp_path: Path) -> tuple:
+    mark = tmp_path / "pids"
+    spec = ProcessSpec("cell-0", [sys.executable, "-c", STUBBORN, str(mark)], {}, str(tmp_path / "log"), cell=0)
+    process = await launcher.start(spec)
+    await until(lambda: mark.exists() and len(mark.read_text().split()) == 2)
+    return process, [int(pid) for pid in mark.read_text().split()], mark
+
+
+async def test_one_that_will_not_end_is_asked_then_killed_with_its_children(ssh, tmp_path):
+    launcher = MachinesLauncher(MachinesOptions(hosts=("a",), command=ssh), REACHABLE)
+    process, pids, mark = await stubborn(launcher, tmp_path)
+    assert await process.terminate(grace_s=1.0) == 128 + signal.SIGKILL
+    assert Path(f"{mark}.asked").exists()
+    await until(lambda: all(gone(pid) for pid in pids))
+    await launcher.close()
+
+
+async def test_closing_ends_all(ssh, tmp_path):
+    launcher = MachinesLauncher(MachinesOptions(hosts=("a",), command=ssh), REACHABLE)
+    _, pids, _ = await stubborn(launcher, tmp_path)
+    await launcher.close()
+    await until(lambda: all(gone(pid) for pid in pids))
+
+
+async def test_nothing_is_left_there_when_the_run_is_killed(ssh, tmp_path):
+    """kill -9 of the process that holds it, as of a whole run."""
+    mark = tmp_path / "pids"
+    holder = (
+        "import asyncio, sys\n"
+        "from gyre_core import ComponentContext, ProcessSpec\n"
+        "from gyre_rl.procs.machines import MachinesLauncher, MachinesOptions\n"
+        "async def main():\n"
+        f"    options = MachinesOptions(hosts=('a',), command={ssh!r})\n"
+        "    launcher = MachinesLauncher(options, ComponentContext('/run', 'run', address='10.1.2.3'))\n"
+        f"    spec = ProcessSpec('cell-0', [sys.executable, '-c', {STUBBORN!r}, {str(mark)!r}], cell=0)\n"
+        "    await (await launcher.start(spec)).wait()\n"
+        "asyncio.run(main())\n"
+    )
+    run = await asyncio.create_subprocess_exec(sys.executable, "-c", holder)
+    try:
+        await until(lambda: mark.exists() and len(mark.read_text().split()) == 2)
+        pids = [int(pid) for pid in mark.read_text().split()]
+        assert not any(gone(pid) for pid in pids)
+    finally:
+        run.kill()
+        await run.wait()
+    await until(lambda: all(gone(pid) for pid in pids))
+
+
+async def test_a_connection_that_hangs_is_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr("gyre_rl.procs.machines.KILL_S", 0.5)
+    words = ("/bin/sh", "-c", "trap '' TERM; while :; do sleep 600; done", "{host}")
+    launcher = MachinesLauncher(MachinesOptions(hosts=("a",), command=words), REACHABLE)
+    process = await launcher.start(ProcessSpec("cell-0", [sys.executable, "-c", ""], cell=0))
+    assert await process.terminate(grace_s=0.1) == -signal.SIGKILL
+
+
+async def test_a_command_that_is_not_there_is_told(tmp_path):
+    options = MachinesOptions(hosts=("a",), command=("no-such-command", "{host}"))
+    launcher = MachinesLauncher(options, REACHABLE)
+    with pytest.raises(InfrastructureError, match="'cell-0' on a with 'no-such-command'"):
+        await launcher.start(ProcessSpec("cell-0", [sys.executable, "-c", ""], cell=0))
+
+
+async def test_a_process_finds_the_address_on_its_way_to_the_run():
+    from aiohttp import web
+
+    runner, port = await serve(web.Application(), "127.0.0.1", 0)
+    assert own_address(f"http://127.0.0.1:{port}") == "127.0.0.1"
+    await runner.cleanup()
+    with pytest.raises(InfrastructureError, match=r"no\.such\.host\.invalid.*\[network\] address"):
+        own_address("http://no.such.host.invalid:80")
+
+
+def test_addresses_in_urls_and_of_this_machine_alone():
+    assert (in_url("10.0.0.1"), in_url("fd00::1")) == ("10.0.0.1", "[fd00::1]")
+    assert all(map(is_loopback, ("127.0.0.1", "127.3.4.5", "::1", "localhost")))
+    assert not any(map(is_loopback, ("10.0.0.1", "fd00::1", "node-1")))
