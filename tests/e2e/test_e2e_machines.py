@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from gyre_core import ComponentContext
+from gyre_rl.procs.machines import MachinesLauncher, MachinesOptions
 from gyre_rl.ring import run
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.views import events as ev
@@ -70,6 +72,15 @@ def test_a_run_goes_through_with_cells_on_other_machines(tmp_path: Path, others:
         weights = [str(config.model_dir), *(str(kept / f"v{version}") for version in (1, 2, 3))]
         compared, sampled = compare_logprobs(store, weights, every=5, bound=1e-4)
         assert compared > 0.9 * sampled
+
+
+async def test_machines_are_looked_at_before_a_run(tmp_path: Path, others: Machines) -> None:
+    context = ComponentContext(str(tmp_path), "run", address=others.address)
+    launcher = MachinesLauncher(MachinesOptions(hosts=others.hosts, command=COMMAND, shell=False), context)
+    assert await launcher.probe(3, str(tmp_path)) == []
+    others.cut_off(others.hosts[1])
+    (said,) = await launcher.probe(3, str(tmp_path))
+    assert said.startswith(f"{others.hosts[1]}: it does not reach this machine"), said
 
 
 def test_a_machine_that_falls_silent_costs_its_cell_alone(tmp_path: Path, others: Machines) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from gyre_core import ComponentContext, ConfigError, InfrastructureError, ProcessSpec
 from gyre_rl.procs.address import in_url, is_loopback, own_address
-from gyre_rl.procs.machines import HERE, MachinesLauncher, MachinesOptions
+from gyre_rl.procs.machines import HERE, MachinesLauncher, MachinesOptions, _judge
 from gyre_rl.procs.wire import serve
 
 REACHABLE = ComponentContext("/run", "run", address="10.1.2.3")
@@ -194,6 +196,41 @@ async def test_a_command_that_is_not_there_is_told(tmp_path):
     launcher = MachinesLauncher(options, REACHABLE)
     with pytest.raises(InfrastructureError, match="'cell-0' on a with 'no-such-command'"):
         await launcher.start(ProcessSpec("cell-0", [sys.executable, "-c", ""], cell=0))
+
+
+def told(**changes) -> dict:
+    return {"version": version("gyre-rl"), "address": "127.0.0.1", "port": 1, "reaches": "", "sees": True} | changes
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (told(version="0.0.7"), "it has gyre-rl 0.0.7, and this machine"),
+        (told(reaches="No route to host"), r"does not reach this machine \(No route to host\).*\[network\] address"),
+        (told(sees=False), "put `dir` on a file system that all machines share"),
+        (told(), r"it is not reached at 127\.0\.0\.1 \(.*111"),
+    ],
+)
+async def test_what_a_machine_lacks_is_told(found, says):
+    assert re.search(says, await _judge(found))
+
+
+async def test_a_good_machine_and_a_way_to_it_that_is_broken(ssh, tmp_path):
+    """The ways there and back, over this machine's own network; both directories are the same here."""
+    run_dir = tmp_path / "runs" / "first"
+    here = ComponentContext("/run", "run", address="127.0.0.1")
+    launcher = MachinesLauncher(MachinesOptions(hosts=(HERE,)), here)
+    launcher._options = MachinesOptions(hosts=("a", HERE, "b"), command=ssh)
+    assert await launcher.probe(3, str(run_dir)) == []
+    assert not run_dir.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "ssh"]
+    assert "placing cell 3" in (await launcher.probe(4, str(run_dir)))[0]
+    launcher._options = MachinesOptions(hosts=("a",), command=("sh", "-c", "echo no such host >&2; exit 255", "{host}"))
+    assert await launcher.probe(1, str(run_dir)) == ["a: no Gyre there: no such host (status 255)"]
+    launcher._options = MachinesOptions(hosts=("a",), command=("echo", "welcome to", "{host}"))
+    assert "a: another answer: b'welcome to a env" in (await launcher.probe(1, str(run_dir)))[0]
+    launcher._options = MachinesOptions(hosts=("a",), command=("no-such-command", "{host}"))
+    assert "'no-such-command' cannot be started" in (await launcher.probe(1, str(run_dir)))[0]
 
 
 async def test_a_process_finds_the_address_on_its_way_to_the_run():

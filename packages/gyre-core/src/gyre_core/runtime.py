@@ -43,6 +43,10 @@ class Launcher(Protocol):
     async def start(self, spec: ProcessSpec) -> ProcessHandle:
         """Start it; InfrastructureError with the reason if it cannot be started."""
 
+    async def probe(self, cells: int, run_dir: str) -> Sequence[str]:
+        """What keeps it from starting so many cells of a run whose directory is `run_dir`; nothing is left behind. May
+        be left out; asked before a run."""
+
     async def close(self) -> None:
         """End everything this launcher started."""
 

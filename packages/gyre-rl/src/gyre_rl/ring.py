@@ -111,7 +111,8 @@ def _first_weights(config: RunConfig, directory: RunDirectory, past: Past | None
         return WeightSource(0, str(config.model_dir)), None
     checkpoint = directory.checkpoint(past.version)
     published = directory.weights / f"v{past.version}"
-    if not published.is_dir():  # it lay in memory and the machine has restarted: the checkpoint has the same weights
+    if not published.is_dir() or published.is_symlink():
+        # It lies in one machine's memory, or did until that restarted: the checkpoint has the same weights for all.
         published = checkpoint
     return WeightSource(past.version, str(published)), str(checkpoint)
 

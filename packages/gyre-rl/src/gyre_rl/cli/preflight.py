@@ -6,6 +6,7 @@ place; says everything that is wrong at once. What the configuration itself must
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -13,7 +14,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from gyre_core import ComponentContext, GyreError, Kind, PluginManager
+
 from gyre_rl.config import Problem, RunConfig, RunConfigError
+from gyre_rl.procs.sockets import listening
 
 ROOM_BYTES = 1 << 20
 """Written and removed again as a proof that the disk takes data."""
@@ -23,6 +27,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenize
 def preflight(config: RunConfig, run_dir: Path) -> None:
     """Raise RunConfigError with everything that keeps this machine from running `config` in `run_dir`."""
     problems = [*model_problems(config), *port_problems(config), *disk_problems(run_dir)]
+    problems += [*network_problems(config), *launcher_problems(config, run_dir)]
     if problems:
         raise RunConfigError(f"of {config.name!r} on this machine", problems)
 
@@ -83,6 +88,30 @@ def port_problems(config: RunConfig) -> Iterator[Problem]:
                 f"got {proxy.host}:{proxy.port} ({error.strerror}), expected a port that is free; "
                 "stop the program that has it, or take a free one with --set proxy.port=0",
             )
+
+
+def network_problems(config: RunConfig) -> Iterator[Problem]:
+    """The run's own address."""
+    try:
+        listening(config.network.address, 0).close()
+    except OSError as error:
+        got = f"{config.network.address!r} ({error.strerror or error})"
+        yield Problem("network.address", f"got {got}, expected an address of this machine")
+
+
+def launcher_problems(config: RunConfig, run_dir: Path) -> Iterator[Problem]:
+    """What the launcher finds on the machines that it would use."""
+    chosen, address = config.launcher, config.network.address
+    context = ComponentContext(str(run_dir), "check", config.seed, base_dir=config.base_dir, address=address)
+    try:
+        launcher = PluginManager.installed().create(Kind.LAUNCHER, chosen.name, chosen.options, context)
+    except GyreError as error:
+        yield Problem("launcher", str(error))
+        return
+    probe = getattr(launcher, "probe", None)
+    if probe is not None:
+        for problem in asyncio.run(probe(config.cells.count, str(run_dir))):
+            yield Problem("launcher", problem)
 
 
 def disk_problems(run_dir: Path) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from gyre_core import ComponentContext, InfrastructureError, ProcessHandle, ProcessSpec
@@ -87,6 +88,10 @@ class LocalLauncher:
         handle = LocalProcess(process, spec.name)
         self._started.append(handle)
         return handle
+
+    async def probe(self, cells: int, run_dir: str) -> Sequence[str]:
+        """Nothing: this machine is there."""
+        return ()
 
     async def close(self) -> None:
         """End all, at once."""

@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shlex
 import signal
 import sys
-from asyncio.subprocess import PIPE
-from collections.abc import Mapping
+import tempfile
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from gyre_core import ComponentContext, ConfigError, InfrastructureError, ProcessHandle, ProcessSpec
 
-from gyre_rl.procs.address import is_loopback
+from gyre_rl.procs.address import in_url, is_loopback
 from gyre_rl.procs.launcher import Devices, LocalLauncher
+from gyre_rl.procs.probe import PATIENCE_S, Found
+from gyre_rl.procs.sockets import listening
 from gyre_rl.procs.tether import END
 
 HERE = "localhost"
@@ -30,6 +36,10 @@ HERE = "localhost"
 PLACE = "{host}"
 KILL_S = 10.0
 """How long a connection may take to end once what it held was killed; then its own process is."""
+
+
+PROBE_S = 60.0
+"""How long a host may take to tell of itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +80,15 @@ class MachinesOptions:
         return self.hosts[cell // self.cells_per_host]
 
     def words(self, host: str, spec: ProcessSpec, env: Mapping[str, str], folder: str) -> list[str]:
-        """The whole command that starts `spec` on `host`."""
+        """The whole command that starts `spec` on `host`, held by a tether."""
         python = self.python or sys.executable
         program = [python, *spec.argv[1:]] if spec.argv[0] == sys.executable else list(spec.argv)
-        variables = [f"{name}={value}" for name, value in sorted(env.items())]
-        inner = ["env", *variables, python, "-m", "gyre_rl.procs.tether", "--folder", folder, "--", *program]
+        return self.there(host, env, "gyre_rl.procs.tether", "--folder", folder, "--", *program)
+
+    def there(self, host: str, env: Mapping[str, str], *module: str) -> list[str]:
+        """The whole command that runs a Python module with its arguments on `host`."""
+        variables = [f"{name}={value}" for name, value in sorted((*env.items(), *self.environment.items()))]
+        inner = ["env", *variables, self.python or sys.executable, "-m", *module]
         outer = [word.replace(PLACE, host) for word in self.command]
         return [*outer, *(map(shlex.quote, inner) if self.shell else inner)]
 
@@ -116,6 +130,24 @@ class TetheredProcess:
         return await self.wait()
 
 
+async def _judge(told: Mapping[str, Any]) -> str:
+    """What is wrong with a machine that told this of itself."""
+    found = Found(**told)
+    if found.version != version("gyre-rl"):
+        return f"it has gyre-rl {found.version}, and this machine {version('gyre-rl')}"
+    if found.reaches:
+        return f"it does not reach this machine ({found.reaches}): see [network] address"
+    if not found.sees:
+        return "the run's directory is not there: put `dir` on a file system that all machines share"
+    try:
+        async with asyncio.timeout(PATIENCE_S / 2):
+            _, writer = await asyncio.open_connection(found.address, found.port)
+        writer.close()
+    except (OSError, TimeoutError) as error:
+        return f"it is not reached at {found.address} ({error or 'no answer'})"
+    return ""
+
+
 class MachinesLauncher:
     """Starts cells on the hosts of its options, and the run's other processes here."""
 
@@ -126,7 +158,7 @@ class MachinesLauncher:
                 expected="one that the other machines reach",
                 fix="Set [network] address to this machine's address on their network.",
             )  # fmt: skip
-        self._options = options
+        self._options, self._address = options, context.address
         self._here = LocalLauncher(None, context)
         self._started: list[TetheredProcess] = []
         self._devices: dict[str, Devices] = {}
@@ -138,7 +170,7 @@ class MachinesLauncher:
         if host == HERE:
             return await self._here.start(spec)
         devices = self._devices.setdefault(host, Devices())
-        env = {**devices.env(spec), **spec.env, **self._options.environment}
+        env = {**devices.env(spec), **spec.env}
         words = self._options.words(host, spec, env, os.getcwd())
         try:
             with Path(spec.log_path or os.devnull).open("ab") as output:
@@ -152,6 +184,48 @@ class MachinesLauncher:
         handle = TetheredProcess(process, spec.name)
         self._started.append(handle)
         return handle
+
+    async def probe(self, cells: int, run_dir: str) -> Sequence[str]:
+        """Places for all cells, and on each host: Gyre of this version, the run's directory (the nearest folder above
+        it that exists), and a way there and back."""
+        try:
+            hosts = {self._options.host_of(cell) for cell in range(cells)} - {HERE}
+        except ConfigError as error:
+            return [str(error)]
+        if not hosts:
+            return ()
+        folder = next(path for path in (Path(run_dir), *Path(run_dir).parents) if path.is_dir())
+        with (
+            tempfile.NamedTemporaryFile(dir=folder, prefix=".gyre-seen-") as mark,
+            listening(self._address, 0) as server,
+        ):
+            server.listen(len(hosts))
+            url = f"http://{in_url(self._address)}:{server.getsockname()[1]}"
+            told = await asyncio.gather(*(self._probe(host, url, mark.name) for host in sorted(hosts)))
+        return [f"{host}: {problem}" for host, problem in zip(sorted(hosts), told, strict=True) if problem]
+
+    async def _probe(self, host: str, url: str, mark: str) -> str:
+        """What is wrong with a host; empty when nothing is."""
+        words = self._options.there(host, {}, "gyre_rl.procs.probe", url, mark)
+        try:
+            process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
+        except OSError as error:
+            return f"{words[0]!r} cannot be started ({error})"
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(PROBE_S):
+                line = await process.stdout.readline()
+                if not line:
+                    _, said = await process.communicate()
+                    last = said.decode(errors="replace").strip().splitlines()[-1:] or ["without a word"]
+                    return f"no Gyre there: {last[0]} (status {process.returncode})"
+                return await _judge(json.loads(line))
+        except (TimeoutError, ValueError) as error:
+            return f"no answer in {PROBE_S:.0f} s" if isinstance(error, TimeoutError) else f"another answer: {line!r}"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
 
     async def close(self) -> None:
         """End all, at once."""

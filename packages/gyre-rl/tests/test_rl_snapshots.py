@@ -1,0 +1,101 @@
+"""Weights from the nearest holder: this machine's own folder, else fetched once for the machine. Real sockets; another
+machine's folders stand under another name here."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gyre_core import InfrastructureError, WeightSource
+from gyre_rl.cell import snapshots
+from gyre_rl.cell.snapshots import ENDPOINT, Snapshots
+from gyre_rl.procs.child import ChildSpec
+from gyre_weights import Publisher, open_version
+
+
+def tensors(version: int) -> dict[str, np.ndarray]:
+    changing = np.ones((64, 64), np.float32)
+    changing[0, 0] = version  # little, so that a delta is worth it
+    return {"a": changing, "b": np.arange(7, dtype=np.float32)}
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChildSpec:
+    """A cell of a run of several machines, whose network is this machine's loopback."""
+    monkeypatch.setattr(snapshots, "is_loopback", lambda address: False)
+    (tmp_path / "run").mkdir()
+    return ChildSpec("h", "cell-0", 1, "http://x", "token", str(tmp_path / "run"))
+
+
+@pytest.fixture
+def core(spec: ChildSpec, tmp_path: Path):
+    """Its publications lie where only its machine looks."""
+    made = Snapshots(spec)
+    made.offer(str(tmp_path / "there"))
+    return made
+
+
+def publish(folder: Path, kind: str, versions: int) -> list[WeightSource]:
+    """Sources as the run knows them, then the folder is moved to where other machines do not find it."""
+    publisher, found = Publisher(kind, folder, keep=9), []
+    for version in range(1, versions + 1):
+        made = publisher.publish(version, lambda version=version: tensors(version))
+        found.append(WeightSource(version, made.location.replace("there", "gone"), made.kind))
+    return found
+
+
+async def test_what_this_machine_has_is_taken_where_it_is(spec, core, tmp_path):
+    (source,) = publish(tmp_path / "there", "disk", 1)
+    here = WeightSource(1, source.location.replace("gone", "there"), source.kind)
+    cell = Snapshots(spec)
+    assert await cell.near(here) == here
+    await cell.close()
+    await core.close()
+
+
+@pytest.mark.parametrize("kind", ["disk", "delta"])
+async def test_what_it_has_not_is_fetched_whole_and_goes_with_the_cell(spec, core, tmp_path, kind):
+    *_, source = publish(tmp_path / "there", kind, 3)
+    cell = Snapshots(spec)
+    near = await cell.near(source)
+    assert near.version == 3
+    assert near.kind == ("shm" if kind == "disk" else "delta")
+    assert Path(near.location).is_relative_to("/dev/shm")
+    opened = open_version(near.location, version=3)
+    assert all(np.array_equal(opened[name].numpy(), value) for name, value in tensors(3).items())
+    await cell.close()
+    assert not Path(near.location).exists()
+    await core.close()
+    assert not (Path(spec.run_dir) / ENDPOINT).exists()
+
+
+async def test_cells_of_one_machine_fetch_once(spec, core, tmp_path):
+    (source,) = publish(tmp_path / "there", "disk", 1)
+    cells = [Snapshots(spec) for _ in range(4)]
+    near = await asyncio.gather(*(cell.near(source) for cell in cells))
+    assert len({found.location for found in near}) == 1
+    assert core._holder.given == {1: 1}
+    await asyncio.gather(*(cell.close() for cell in cells))
+    await core.close()
+
+
+async def test_what_nobody_has_is_an_error_that_says_what_to_do(spec, core, tmp_path):
+    publish(tmp_path / "there", "disk", 1)
+    cell = Snapshots(spec)
+    with pytest.raises(InfrastructureError, match=r"finding policy version 7.*not held here.*same path on all"):
+        await cell.near(WeightSource(7, str(tmp_path / "gone" / "v7")))
+    await core.close()
+    with pytest.raises(InfrastructureError, match="finding policy version 1 for a cell at"):
+        await cell.near(WeightSource(1, str(tmp_path / "gone" / "v1")))
+    await cell.close()
+
+
+async def test_a_run_of_one_machine_opens_nothing_and_changes_no_source(tmp_path):
+    cell = Snapshots(ChildSpec("h", "cell-0", 1, "http://x", "token", str(tmp_path)))
+    cell.offer(str(tmp_path))
+    source = WeightSource(1, str(tmp_path / "gone"))
+    assert await cell.near(source) == source
+    assert list(tmp_path.iterdir()) == []
+    await cell.close()
