@@ -25,7 +25,7 @@ from gyre_core.ranks.versions import PlainVersions, Versions
 from gyre_core.registration import ComponentContext
 
 FAKE = Path(__file__).parent / "fake_ranks"
-OPTIONS = RankTrainerOptions(learning_rate=0.5, max_grad_norm=0.0, timeout_s=20.0, start_timeout_s=60.0)
+OPTIONS = RankTrainerOptions(learning_rate=0.5, max_grad_norm=0.0, timeout_s=60.0, start_timeout_s=120.0)
 
 
 def numbers(path: Path | str, name: str) -> list[float]:
@@ -162,10 +162,14 @@ async def test_what_died_with_the_ranks_is_not_exported(tmp_path: Path, model: P
 
 async def killed_during(trainer: RankTrainer, command: Coroutine[Any, Any, Any]) -> str:
     """Rank 1 stands still, the command comes, rank 1 dies: the error that the command ends with."""
-    pid = trainer.pids[1]
+    pid, group = trainer.pids[1], trainer._group
+    assert group is not None
     os.kill(pid, signal.SIGSTOP)
-    task = asyncio.ensure_future(command)
-    await asyncio.sleep(0.1)
+    before, task = group._number, asyncio.ensure_future(command)
+    async with asyncio.timeout(60):
+        while group._number == before:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(InfrastructureError, match="rank 1 of 2") as caught:
         await task
@@ -350,11 +354,11 @@ async def test_a_rank_killed_while_handing_over_leaves_no_file(tmp_path: Path, m
 
 
 async def test_a_rank_that_hangs_ends_by_time_out(tmp_path: Path, model: Path) -> None:
-    satellite = make(tmp_path, options=dataclasses.replace(OPTIONS, timeout_s=1.0))
+    satellite = make(tmp_path, options=dataclasses.replace(OPTIONS, timeout_s=4.0))
     try:
         await satellite.start(WeightSource(0, str(model)), core=False)
         pids = satellite.pids
-        with pytest.raises(InfrastructureError, match=r"ranks \[1\] in 1 s"):
+        with pytest.raises(InfrastructureError, match=r"ranks \[1\] in 4 s"):
             await satellite.accumulate(batch("a", do="hang", rank=1))
         await gone(pids)
     finally:
@@ -473,7 +477,7 @@ async def test_ranks_end_with_the_process_that_drives_them(tmp_path: Path, model
 
 async def gone(pids: list[int]) -> None:
     """Wait until none of them runs."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(running(pid) for pid in pids):
         assert time.monotonic() < deadline, f"still running: {pids}"
         await asyncio.sleep(0.05)

@@ -144,7 +144,7 @@ class FakeReplica(RankReplica):
         if what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "hang":
-            time.sleep(60)
+            time.sleep(600)
         if what == "raise":
             raise MemoryError("out of memory")
         if what == "refuse":
