@@ -21,7 +21,7 @@ from gyre_rl.cell.kv import EngineKV
 POLICY = Path(__file__).parents[2] / "examples" / "quickstart" / "policy"
 KEY = b"live"
 PROMPT = [3 + i % 90 for i in range(300)]
-COUNT = 200
+COUNT = 600
 
 
 @asynccontextmanager

@@ -174,7 +174,7 @@ async def test_a_session_moves_between_engines_with_no_token_computed_again(
 ) -> None:
     a, b = await engines(chunk_tokens=1), await engines(chunk_tokens=1)
     prompt = prompt_of(50)
-    stream = a.generate(GenerateRequest("r", "s", prompt, SamplingParams(400, temperature=0.0)))
+    stream = a.generate(GenerateRequest("r", "s", prompt, SamplingParams(2000, temperature=0.0)))
     tokens: list[int] = []
     frozen = None
     async for chunk in stream:

@@ -131,10 +131,13 @@ async def test_a_broken_core_leaves_nobody_waiting(engines: Any, ask: Any, monke
 
 async def test_a_request_id_is_used_once_at_a_time(engines: Any, ask: Any) -> None:
     engine = await engines()
+    await engine.pause()
     first = asyncio.create_task(ask(engine, [1, 2, 3], 60, name="same"))
-    await asyncio.sleep(0)
+    while (await engine.load()).waiting < 1:
+        await asyncio.sleep(0.001)
     with pytest.raises(ValueError, match="running already"):
         await ask(engine, [1, 2], 4, name="same")
+    await engine.resume()
     assert len((await first).ids) == 60
     assert len((await ask(engine, [1, 2], 4, name="same")).ids) == 4
 
@@ -250,7 +253,7 @@ async def test_a_closed_event_loop_strands_nothing(folder_of: Callable[..., Path
 
     streams: list[Any] = []
     await asyncio.to_thread(caller)
-    for _ in range(200):
+    for _ in range(3000):
         if (await engine.load()).slots_running == 0:
             break
         await asyncio.sleep(0.02)

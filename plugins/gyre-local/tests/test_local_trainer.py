@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from gyre_core import (
 )
 from gyre_core.testing.support import load_module
 from gyre_local.options import LocalTrainerOptions
+from gyre_local.train import replica
 from gyre_local.train.replica import chosen_objective
 from gyre_local.train.trainer import LocalTrainer
 from safetensors.torch import load_file, save_file
@@ -348,14 +350,21 @@ async def test_a_satellite_never_steps(make_batches: Any, trainers: Any, tmp_pat
             await action
 
 
-async def test_the_event_loop_answers_while_it_computes(make_batches: Any, trainers: Any) -> None:
-    trainer = await trainers(core=False)
+async def test_the_event_loop_answers_while_it_computes(
+    make_batches: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, answered, real = await trainers(core=False), threading.Event(), replica.accumulate
+
+    def accumulate(*args: Any, **how: Any) -> Any:
+        assert answered.wait(60), "the loop stands still until this is computed"
+        return real(*args, **how)
+
+    monkeypatch.setattr(replica, "accumulate", accumulate)
     task = asyncio.create_task(trainer.accumulate(make_batches()[0]))
-    turns = 0
-    while not task.done():
+    for _ in range(6):
         await asyncio.sleep(0)
-        turns += 1
-    assert turns > 5
+    assert not task.done()
+    answered.set()
     assert (await task).seconds > 0
 
 
