@@ -154,7 +154,7 @@ async def test_the_kernel_keeps_memory_and_processes(sandbox):
     # Over in a moment, between two looks: only the kernel can see it.
     spike = await run(workspace, "python3 -c 'bytearray(400 << 20)'; echo went on")
     assert (spike.exit_code, spike.limit) == (None, "memory")
-    crowd = await run(workspace, "for i in $(seq 40); do sleep 9 & done 2>&1; echo ready", 3.0)
+    crowd = await run(workspace, "for i in $(seq 40); do sleep 9 & done 2>&1; echo ready", 8.0)
     assert b"Resource temporarily unavailable" in crowd.stdout + crowd.stderr
     fine = await run(workspace, "python3 -c 'print(len(bytearray(20 << 20)))'")
     assert (fine.exit_code, fine.limit, fine.stdout) == (0, None, b"20971520\n")

@@ -121,7 +121,7 @@ async def test_servers_that_run_already_are_used_and_left_running(tmp_path, stan
         assert await guest.read("a") == b"1"
         await second.close()
         await home.write("still", b"there")
-        wrong = sandbox(tmp_path, (), urls=(home.server.url,), token="wrong", start_s=0.2)
+        wrong = sandbox(tmp_path, (), urls=(home.server.url,), token="wrong", start_s=3.0)
         with pytest.raises(InfrastructureError, match="401"):
             await wrong.create("w", {})
         await wrong.close()

