@@ -183,7 +183,7 @@ async def test_a_client_that_goes_away_stops_the_generation():
         async for _ in stream:
             break
         await stream.aclose()
-        for _ in range(200):
+        for _ in range(6000):
             if engine.closed:
                 break
             await asyncio.sleep(0.01)

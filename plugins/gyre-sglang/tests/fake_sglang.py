@@ -350,7 +350,8 @@ def main() -> None:
         print(*["  File ..., line 1"] * 80, "The server is fired up and ready to roll!", sep="\n", flush=True)
         time.sleep(1000)
     print("The server is fired up and ready to roll!", flush=True)
-    web.run_app(FakeServer(flags, flags.fault).app(), host="127.0.0.1", port=flags.port, print=None)
+    # Slow enough that a call of it outlasts a pause of the process that asks.
+    web.run_app(FakeServer(flags, flags.fault, step_s=0.01).app(), host="127.0.0.1", port=flags.port, print=None)
 
 
 if __name__ == "__main__":

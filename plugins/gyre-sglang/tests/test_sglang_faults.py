@@ -56,7 +56,7 @@ async def test_a_broken_call_is_one_error_that_says_what_came(engine_of: Any, fa
 
 
 async def test_a_server_that_hangs_fails_its_calls(engine_of: Any) -> None:
-    engine, _ = await engine_of(fault="hang", stall_s=0.4)
+    engine, _ = await engine_of(fault="hang", stall_s=3.0)
     watched = Watched(engine, request_of(PROMPT, 20, name="hit"))
     with pytest.raises(InfrastructureError, match="not a word in"):
         await watched.task
@@ -64,11 +64,11 @@ async def test_a_server_that_hangs_fails_its_calls(engine_of: Any) -> None:
 
 
 async def test_a_server_that_waits_for_us_does_not_hang(engine_of: Any) -> None:
-    engine, _ = await engine_of(stall_s=0.3)
+    engine, _ = await engine_of(stall_s=3.0)
     watched = Watched(engine, request_of(PROMPT, 40, name="kept"))
     await watched.until(2)
     await engine.pause()
-    await asyncio.sleep(0.8)
+    await asyncio.sleep(4.5)
     await engine.resume()
     assert len((await watched.task).ids) == 40
 
@@ -100,7 +100,7 @@ async def test_a_server_that_does_not_come_up(launched: Any, version: Any) -> No
 async def test_a_port_that_was_taken_meanwhile_costs_another_start(launched: Any, version: Any, tmp_path: Path) -> None:
     """SGLang does not end when it cannot have its port: it stays without one for ever."""
     engine = launched(f"port:{tmp_path / 'taken'}", start_timeout_s=60.0)
-    await asyncio.wait_for(engine.start(version(0)), 30)
+    await asyncio.wait_for(engine.start(version(0)), 60)
     assert (tmp_path / "taken").exists()
     assert len((await call(engine, PROMPT, 3)).ids) == 3
     await engine.close()
@@ -205,7 +205,7 @@ def test_the_guard_passes_input_and_status_on() -> None:
     assert process.stdin is not None
     process.stdin.write(b"7\n")
     process.stdin.flush()
-    assert process.wait(20) == 7
+    assert process.wait(60) == 7
 
 
 def _lives(pid: int) -> bool:
@@ -218,14 +218,14 @@ def _lives(pid: int) -> bool:
 def _until(what: Any) -> None:
     import time
 
-    for _ in range(1500):
+    for _ in range(6000):
         if what():
             return
         time.sleep(0.01)
-    pytest.fail("did not happen in 15 s")
+    pytest.fail("did not happen in 60 s")
 
 
 def test_signal_numbers_are_statuses() -> None:
     argv = [sys.executable, guard.__file__, sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
-    assert process.wait(20) == 128 + signal.SIGKILL
+    assert process.wait(60) == 128 + signal.SIGKILL

@@ -123,7 +123,7 @@ async def test_closing_the_iterator_frees_the_slot(served: Any) -> None:
     async for _ in stream:
         break
     await stream.aclose()
-    for _ in range(100):
+    for _ in range(6000):
         if not server.running:
             break
         await asyncio.sleep(0.01)

@@ -73,7 +73,7 @@ async def test_a_running_call_goes_on_while_its_beginning_is_held(
     assert begun.running
     assert not running.done()
     await a.abort("a")
-    result = await asyncio.wait_for(running, 10)
+    result = await asyncio.wait_for(running, 60)
     whole = await a.kv_export("s-a")
     assert whole is not None
     assert (result.finish, whole.running) == (FinishReason.ABORT, False)
@@ -89,7 +89,7 @@ async def stopped(a: VLLMEngine, ask: Any, **more: Any) -> tuple[Any, Any]:
     while len(chunks) < 3:
         await asyncio.sleep(0.002)
     held = await a.kv_export("s-a", stop=True)
-    return await asyncio.wait_for(running, 10), held
+    return await asyncio.wait_for(running, 60), held
 
 
 async def test_a_call_that_is_stopped_goes_on_elsewhere_with_one_token_computed(
@@ -167,10 +167,10 @@ async def test_of_several_calls_all_end_and_the_longest_is_held(
     waits = asyncio.create_task(ask(a, list(range(30)), 150, name="other"))
     cut, held = await stopped(a, ask)
     assert held.token_ids.tolist() == [*range(20), *cut.ids]
-    assert (await asyncio.wait_for(short, 10)).finish is FinishReason.ABORT
+    assert (await asyncio.wait_for(short, 60)).finish is FinishReason.ABORT
     assert not waits.done()
     await a.abort("other")
-    await asyncio.wait_for(waits, 10)
+    await asyncio.wait_for(waits, 60)
 
 
 async def test_a_call_that_never_came_to_the_server_leaves_its_sessions_context(

@@ -192,16 +192,25 @@ def test_the_keeper_ends_a_stubborn_command_when_its_owner_dies(tmp_path: Path) 
         "stdin=subprocess.PIPE, start_new_session=True); time.sleep(100)"
     )
     process = subprocess.Popen([sys.executable, "-c", owner])
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (pids.exists() and len(pids.read_text().split()) == 2) and time.monotonic() < deadline:
         time.sleep(0.05)
     found = [int(pid) for pid in pids.read_text().split()]
     assert all(map(_exists, found))
     process.kill()
     process.wait()
-    while any(map(_exists, found)) and time.monotonic() < deadline + 20:
+    while any(map(_exists, found)) and time.monotonic() < deadline + 60:
         time.sleep(0.05)
     assert not any(map(_exists, found))
+
+
+async def load_error(engine: VLLMEngine) -> str:
+    """What a question ends with, or nothing."""
+    try:
+        await engine.load()
+    except InfrastructureError as error:
+        return str(error)
+    return ""
 
 
 def options(*more: str) -> VLLMOptions:
@@ -226,14 +235,15 @@ async def test_a_server_of_ours_lives_and_dies(
     assert result.versions == [1] * 4
     process = engine._state.server.process  # type: ignore[union-attr]
     children = Path(f"/proc/{process._process.pid}/task/{process._process.pid}/children").read_text().split()  # type: ignore[union-attr]
-    running = asyncio.create_task(ask(engine, [2], 250, name="doomed"))
-    await asyncio.sleep(0.05)
+    chunks.clear()
+    running = asyncio.create_task(ask(engine, [2], 250, name="doomed", into=chunks))
+    while not chunks:
+        await asyncio.sleep(0.005)
     os.kill(int(children[0]), signal.SIGKILL)
     with pytest.raises(InfrastructureError, match="doomed"):
-        await asyncio.wait_for(running, 20)
-    await asyncio.sleep(1.0)
-    with pytest.raises(InfrastructureError, match="exit status 137"):
-        await engine.load()
+        await asyncio.wait_for(running, 60)
+    while not (message := await load_error(engine)) or "exit status 137" not in message:
+        await asyncio.sleep(0.02)
     await engine.sleep()
     await engine.wake(sources[2])
     assert (await ask(engine, [1], 4)).versions == [2] * 4

@@ -391,7 +391,7 @@ def _spans(versions: list[str]) -> list[dict[str, Any]]:
 
 
 async def _serve(port: int, number: int) -> None:
-    server = FakeVLLM()
+    server = FakeVLLM(tick_s=0.02)  # so that a call of it outlasts a pause of the process that asks
     server.weights = number
     print("serving", await server.start(port), flush=True)
     await asyncio.Event().wait()
