@@ -12,7 +12,7 @@ from gyre_core import ComponentContext, ConfigError, ExecRequest, Infrastructure
 from gyre_core.testing.sandboxes import SandboxConformance
 from gyre_core.testing.support import environment_python
 from gyre_harnesses.options import SweRexOptions
-from gyre_harnesses.sandbox.rex import SweRexSandbox
+from gyre_harnesses.sandbox.rex import PORT_TRIES, SweRexSandbox
 
 ENVIRONMENT = Path(gyre_harnesses.__file__).with_name("environment.toml")
 
@@ -127,6 +127,24 @@ async def test_servers_that_run_already_are_used_and_left_running(tmp_path, stan
         await wrong.close()
     finally:
         await first.close()
+
+
+@pytest.mark.parametrize("failures", [PORT_TRIES - 1, PORT_TRIES])
+async def test_a_port_that_was_taken_meanwhile_is_not_the_end(tmp_path, standing_in, failures):
+    """A server that ends at once, as one does whose port another process has; each start has a port of its own."""
+    ports = tmp_path / "ports"
+    unlucky = f'echo $0 >> {ports}; test $(wc -l < {ports}) -gt {failures} || exit 1; exec "$@"'
+    made = sandbox(tmp_path, ("sh", "-c", unlucky, "{port}", *standing_in))
+    try:
+        if failures < PORT_TRIES:
+            workspace = await made.create("w", {"a": b"1"})
+            assert await workspace.read("a") == b"1"
+        else:
+            with pytest.raises(InfrastructureError, match="swe-rex server"):
+                await made.create("w", {})
+    finally:
+        await made.close()
+    assert len(set(ports.read_text().split())) == PORT_TRIES
 
 
 async def test_a_server_that_is_gone_is_our_fault(tmp_path, standing_in):

@@ -33,6 +33,8 @@ from gyre_harnesses.sandbox.docker import get_archive, put_archive
 _REQUEST_S = 300.0
 _FLOOD_BYTES = 1 << 28
 _LOOK_S = (0.01, 0.3)
+PORT_TRIES = 3
+"""Ports on which a server of ours is started before its end is an error."""
 """Seconds between two looks at a running command: at first, at last."""
 _ERRORS: Mapping[int, tuple[type[OSError], int]] = {
     40: (FileNotFoundError, errno.ENOENT),
@@ -259,6 +261,17 @@ class SweRexSandbox:
         return Server(self._session(), f"http://127.0.0.1:{port}", token), process
 
     async def _open(self, name: str, archive: bytes) -> RexWorkspace:
+        for _ in range(PORT_TRIES - 1):
+            opened = await self._try_to_open(archive, again=True)
+            if opened is not None:
+                return opened
+        opened = await self._try_to_open(archive, again=False)
+        assert opened is not None
+        return opened
+
+    async def _try_to_open(self, archive: bytes, *, again: bool) -> RexWorkspace | None:
+        """None, if there may be another try, when our server ended before it answered: between the moment its port was
+        found free and its own start another process may have taken it."""
         server, process = await self._server()
         base = f"{self.options.workdir}/{uuid.uuid4().hex}"
         workspace = RexWorkspace(server, base, self._made.discard, process)
@@ -266,8 +279,11 @@ class SweRexSandbox:
         try:
             await self._alive(server, process)
             await workspace.fill(archive)
-        except BaseException:
+        except BaseException as error:
+            ended = process is not None and process.returncode is not None
             await workspace.close()
+            if again and ended and isinstance(error, InfrastructureError):
+                return None
             raise
         return workspace
 
