@@ -16,7 +16,7 @@ from gyre_weights import Publisher, open_version
 
 
 def tensors(version: int) -> dict[str, np.ndarray]:
-    changing = np.ones((64, 64), np.float32)
+    changing = np.ones((512, 512), np.float32)
     changing[0, 0] = version  # little, so that a delta is worth it
     return {"a": changing, "b": np.arange(7, dtype=np.float32)}
 
