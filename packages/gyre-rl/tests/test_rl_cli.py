@@ -22,6 +22,8 @@ from gyre_rl.cli.preflight import chat_problems, preflight
 from gyre_rl.cli.rundirs import place_run, reopen_run
 from gyre_rl.cli.signals import Stopped, until_stopped
 from gyre_rl.config import ModelConfig, PluginChoice, ProxyConfig, RunConfig, RunConfigError, load
+from gyre_rl.config.schema import CellsConfig, NetworkConfig
+from gyre_rl.procs.machines import MachinesOptions
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 CONFIG = 'name = "small"\ntasks = "files"\n[model]\npath = "policy"\n'
@@ -149,6 +151,18 @@ def test_a_model_that_cannot_chat_is_found_before_the_run_starts(model):
 def test_a_host_that_is_not_ours_is_a_problem(model):
     with pytest.raises(RunConfigError, match=r"proxy\.host: got .203\.0\.113\.1"):
         preflight(config_in(model, proxy=ProxyConfig(host="203.0.113.1")), model / "run")
+
+
+def test_an_address_of_another_machine_and_a_launcher_that_cannot_start(model):
+    with pytest.raises(RunConfigError) as caught:
+        preflight(config_in(model, network=NetworkConfig("203.0.113.1")), model / "run")
+    assert [p.path for p in caught.value.problems] == ["network.address"]
+    machines = PluginChoice("machines", MachinesOptions(hosts=("node-1",)))
+    with pytest.raises(RunConfigError, match=r"launcher: .*\[network\] address"):
+        preflight(config_in(model, launcher=machines), model / "run")
+    one = PluginChoice("machines", MachinesOptions(hosts=("localhost",)))
+    with pytest.raises(RunConfigError, match=r"launcher: placing cell 1: .*lower cells\.count"):
+        preflight(config_in(model, launcher=one, cells=CellsConfig(count=3)), model / "run")
 
 
 def test_run_directories_are_never_shared(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenize
 def preflight(config: RunConfig, run_dir: Path) -> None:
     """Raise RunConfigError with everything that keeps this machine from running `config` in `run_dir`."""
     problems = [*model_problems(config), *port_problems(config), *disk_problems(run_dir)]
-    problems += [*network_problems(config), *launcher_problems(config, run_dir)]
+    problems += list(network_problems(config)) or list(launcher_problems(config, run_dir))
     if problems:
         raise RunConfigError(f"of {config.name!r} on this machine", problems)
 
