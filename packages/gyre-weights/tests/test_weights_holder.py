@@ -23,6 +23,7 @@ from gyre_weights import (
     NoRoomError,
     PeerError,
     Publisher,
+    RefusedError,
     VersionError,
     drop_old,
     open_version,
@@ -195,6 +196,25 @@ def test_a_number_that_comes_twice_is_fetched_twice(tmp_path: Path, holder: Hold
     with pytest.raises(VersionError, match="ask with the digest it has now"):
         nearest(NOWHERE, 5, endpoint, tmp_path / "here", digest=old.digest)
     assert nearest(NOWHERE, 5, None, tmp_path / "here").digest == again.digest
+
+
+def test_what_the_holder_has_no_more_is_not_taken_for_it(tmp_path: Path, holder: Holder) -> None:
+    endpoint = holder.start()
+    published = publish_full(tmp_path / "there", 4, weights())
+    nearest(NOWHERE, 4, endpoint, tmp_path / "here")
+    shutil.rmtree(tmp_path / "there" / "v4")
+    with pytest.raises(RefusedError, match="not held here"):
+        nearest(NOWHERE, 4, endpoint, tmp_path / "here")
+    assert nearest(NOWHERE, 4, endpoint, tmp_path / "here", digest=published.digest).digest == published.digest
+
+
+def test_a_delta_whose_base_is_gone_is_not_here(tmp_path: Path, holder: Holder) -> None:
+    made = deltas(tmp_path / "there", 2)
+    endpoint = holder.start()
+    digest = nearest(NOWHERE, 1, endpoint, tmp_path / "here").digest
+    shutil.rmtree(tmp_path / "here" / "v0")
+    assert equal(nearest(NOWHERE, 1, endpoint, tmp_path / "here", digest=digest), made[1])
+    assert holder.given == {0: 2, 1: 1}
 
 
 def test_a_delta_on_another_base_is_never_made_of_what_lies_here(tmp_path: Path, holder: Holder) -> None:

@@ -15,6 +15,7 @@ from gyre_weights.errors import (
     MismatchError,
     NoRoomError,
     PeerError,
+    RefusedError,
     VersionError,
     WeightsError,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "PeerError",
     "Published",
     "Publisher",
+    "RefusedError",
     "Shadow",
     "Verify",
     "Version",

@@ -36,5 +36,9 @@ class PeerError(WeightsError):
     """The other side of a group or a handover is gone, silent for too long, or refused."""
 
 
+class RefusedError(PeerError):
+    """The other side has answered, and will not."""
+
+
 class NoRoomError(WeightsError):
     """A disk or memory file system has no room for a version, or cannot be written."""

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gyre_weights.errors import CorruptError, IncompleteError, PeerError, VersionError, WeightsError
+from gyre_weights.errors import CorruptError, IncompleteError, PeerError, RefusedError, VersionError, WeightsError
 from gyre_weights.folder import drop_drafts, drop_old, new_folder, version_folder
 from gyre_weights.handover.store import locked, make_room, told_place
 from gyre_weights.handover.wire import Channel, Endpoint, connect
@@ -61,9 +61,9 @@ def nearest(
     """The version at `location` if this machine has it whole, else `into`/v<version>, else fetched to there.
 
     With `digest` only that content is taken, and nobody is asked about what lies here. Without it a holder that can be
-    reached is asked whether `into`/v<version> is what it has. `endpoint` is looked up when it is needed. Every file of
-    what is returned is open: whoever drops it takes nothing away. Raises what `fetch_version` raises; IncompleteError
-    or VersionError when it is not here and there is nobody to ask.
+    reached says whether `into`/v<version> is what it has; if it has none, neither has this machine. `endpoint` is
+    looked up when it is needed. Every file of what is returned is open: whoever drops it takes nothing away. Raises
+    what `fetch_version` raises; IncompleteError or VersionError when it is not here and there is nobody to ask.
     """
     try:
         return _whole(Path(location), version, digest)
@@ -143,7 +143,8 @@ def _look_up(endpoint: Reach) -> Endpoint | None:
 
 
 def _is_current(endpoint: Reach, found: Version, idle_s: float, total_s: float) -> bool:
-    """Whether the holder has the same under this number; also when it cannot tell: then nothing says otherwise."""
+    """Whether the holder has the same under this number. A holder that refuses has it not; of one that cannot be
+    reached nothing is known, and what lies here is taken."""
     doing = f"asking whether policy version {found.version} is still the same"
     try:
         place = _look_up(endpoint)
@@ -152,6 +153,8 @@ def _is_current(endpoint: Reach, found: Version, idle_s: float, total_s: float) 
         with closing(_ask(place, found.version, doing, min(idle_s, _ASK_S), total_s)) as channel:
             offers, _ = _answer(channel, found.version, None)
             channel.send({"want": []})
+    except RefusedError:
+        return False
     except PeerError as error:
         log.info("%s", error)
         return True

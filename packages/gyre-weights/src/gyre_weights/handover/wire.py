@@ -24,7 +24,7 @@ import numpy as np
 
 from gyre_weights.arrays import Bytes
 from gyre_weights.digest import CHUNK, Digest
-from gyre_weights.errors import PeerError
+from gyre_weights.errors import PeerError, RefusedError
 
 SLOWEST = 50e6
 """Bytes a second below which a peer that works in silence (writing to memory, digesting) counts as hanging."""
@@ -111,7 +111,7 @@ class Channel:
         if not isinstance(message, dict):
             raise PeerError(self.doing, got=f"a {type(message).__name__}", expected="a message")
         if "refused" in message:
-            raise PeerError(
+            raise RefusedError(
                 self.doing, got=f"a refusal: {message['refused']}", expected=str(message.get("expected", ""))
             )
         return message
