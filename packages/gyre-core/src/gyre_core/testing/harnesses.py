@@ -178,7 +178,7 @@ class HarnessConformance:
             assert (ran.end.status, ran.end.turns, len(ran.requests)) == (ExecutionStatus.TIMEOUT, 3, 3)
             assert "out" in ran.files
         slow = [*rig.works[:-1], Say("late", delay_s=600.0)]
-        ran = asyncio.run(rig.run(slow, dataclasses.replace(LIMITS, wall_s=5.0)))
+        ran = asyncio.run(rig.run(slow, dataclasses.replace(LIMITS, wall_s=12.0)))
         assert ran.end.status is ExecutionStatus.TIMEOUT
         assert "out" in ran.files
 

@@ -93,7 +93,7 @@ class SandboxConformance:
         """A command over its time is killed and says so; output beyond the limit is dropped and counted."""
 
         async def check(_: Sandbox, workspace: Workspace) -> None:
-            result = await shell(workspace, "echo early; sleep 600", timeout_s=1.0)
+            result = await shell(workspace, "echo early; sleep 600", timeout_s=5.0)
             assert (result.exit_code, result.limit, result.stdout) == (None, "wall", b"early\n")
             result = await shell(workspace, "head -c 100000 /dev/zero", output_bytes=1000)
             assert (result.exit_code, len(result.stdout), result.dropped_bytes) == (0, 1000, 99_000)
