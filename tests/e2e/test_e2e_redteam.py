@@ -143,7 +143,7 @@ asyncio.run(main(sys.argv[3]))
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
 @pytest.mark.skipif(not (shutil.which("setpriv") and os.path.exists(PYTHON)), reason="needs setpriv, a system Python")
 def test_all_attacks_fail_for_a_user_without_privileges():
-    user = "54322"
+    user = str(20_001 + os.getpid() % 40_000)  # nobody else's: other runs of these tests may be under way here
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
         base.chmod(0o755)

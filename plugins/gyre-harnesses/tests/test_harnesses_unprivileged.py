@@ -14,7 +14,8 @@ import pluggy
 import pytest
 
 PYTHON = "/usr/bin/python3"
-USER = "54321"
+USER = str(20_000 + os.getpid() % 40_000)
+"""Nobody else's: other runs of these tests may be under way here."""
 BECOME = ["setpriv", "--reuid", USER, "--regid", USER, "--clear-groups"]
 PROGRAM = """
 import asyncio, os, sys
