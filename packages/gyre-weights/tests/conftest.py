@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gyre_weights.handover import Holder
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -18,3 +20,11 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("gyre_weights.shm.shm_root.__kwdefaults__", {"base": base})
     monkeypatch.setattr("gyre_weights.shm.sweep.__kwdefaults__", {"base": base, "abandoned_s": 3600.0})
     return base
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Holder]:
+    """Of the versions under `there`."""
+    made = Holder(tmp_path / "there", idle_s=5.0, total_s=60.0)
+    yield made
+    made.close()

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
+from gyre_weights import Publisher
+from gyre_weights.handover import store
+
+NOWHERE = "/nowhere/v4"
+"""A location that no machine has."""
 
 
 def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -46,3 +56,31 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 def empty_like(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Targets of the same form."""
     return {name: torch.full_like(tensor, 7.0) for name, tensor in tensors.items()}
+
+
+def equal(opened: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
+    """Whether an opened version is these tensors, bit for bit."""
+    return same({name: opened[name].torch() for name in opened}, tensors)
+
+
+def deltas(folder: Path, count: int, *, keep: int = 20, full_every: int = 16) -> list[dict[str, torch.Tensor]]:
+    """Publish versions 0 to count-1 under `folder`, the first whole; their tensors."""
+    publisher = Publisher("delta", folder, keep=keep, full_every=full_every)
+    made = [weights()]
+    for version in range(count):
+        made.append(changed(made[-1], 0.01, seed=version))
+        publisher.publish(version, lambda: made[-1], {"config.json": b"{}"})
+    return made[1:]
+
+
+def left(into: Path) -> list[str]:
+    """What lies in a folder of fetched versions, but for the lock."""
+    return sorted(path.name for path in into.iterdir() if path.name != store.LOCK) if into.exists() else []
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Until it is so."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.01)

@@ -21,27 +21,35 @@ _LOOK_S = 0.02
 def locked(into: Path, doing: str, wait_s: float) -> Iterator[None]:
     """Alone among the threads and processes of this machine that fetch into `into`, which is made. The kernel ends the
     lock with its owner, so none is left over. PeerError when another has it for `wait_s`."""
-    into.mkdir(parents=True, exist_ok=True)
-    handle = os.open(into / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    end = time.monotonic() + wait_s
+    while (handle := _take(into)) is None:
+        if time.monotonic() >= end:
+            raise PeerError(
+                doing, got=f"another process fetching into {into} for {wait_s:g} s", expected="its end",
+                fix=f"It may hang: look who has the file {LOCK} in it open.",
+            )  # fmt: skip
+        time.sleep(_LOOK_S)
     try:
-        _take(handle, into, doing, time.monotonic() + wait_s, wait_s)
         yield
     finally:
         os.close(handle)
 
 
-def _take(handle: int, into: Path, doing: str, end: float, wait_s: float) -> None:
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if time.monotonic() >= end:
-                raise PeerError(
-                    doing, got=f"another process fetching into {into} for {wait_s:g} s", expected="its end",
-                    fix="It may hang: look who has the file .lock in it open.",
-                ) from error  # fmt: skip
-        time.sleep(_LOOK_S)
+def _take(into: Path) -> int | None:
+    """The lock, if it is free. One on a file that was removed with its folder meanwhile is none."""
+    into.mkdir(parents=True, exist_ok=True)
+    handle = os.open(into / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(handle), os.stat(into / LOCK)):
+            return handle
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(handle)
+        raise
+    os.close(handle)
+    return None
 
 
 def make_room(into: Path, need: int, keep: int | None, chain: Sequence[Path], newest: int | None, doing: str) -> None:
