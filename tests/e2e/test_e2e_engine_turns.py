@@ -85,7 +85,7 @@ async def on_vllm(smollm: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
     options = VLLMOptions(dtype="float32", max_context=4096, max_running=8, kv_cache_gb=0.5)
     engine = VLLMEngine(options, ComponentContext(str(tmp_path_factory.mktemp("vllm")), "cell-0", seed=7))
     await engine.start(WeightSource(0, str(smollm)))
-    yield Served(engine, smollm, load_format(smollm), 4096)
+    yield Served(engine, smollm, load_format(smollm), 4096, tokens=12)
     await engine.close()
 
 
@@ -112,6 +112,8 @@ class Served:
     context: int
     routed: bool = False
     """Ask for the experts of every new token."""
+    tokens: int = 32
+    """Of an answer: enough for a tool's call, where the model makes any."""
 
     def oracle(self) -> Oracle:
         """The same model in transformers."""
@@ -148,6 +150,7 @@ class Agent:
 
     client: openai.AsyncOpenAI
     streamed: bool
+    tokens: int
     messages: list[Any] = field(default_factory=lambda: [{"role": "system", "content": "You work in a folder."}])
     calls: int = 0
 
@@ -156,7 +159,7 @@ class Agent:
         if self.messages[-1]["role"] != "tool":
             self.messages.append({"role": "user", "content": f"Task {number}: read brief{number}.md and do it."})
         how: dict[str, Any] = {"model": "policy", "messages": self.messages, "tools": [TOOL]}
-        how |= {"temperature": 0.0, "max_tokens": 32}
+        how |= {"temperature": 0.0, "max_tokens": self.tokens}
         message = await (self._streamed(how) if self.streamed else self._whole(how))
         self.messages.append(message)
         for one in message.get("tool_calls", ()):
@@ -202,7 +205,8 @@ async def play(served: Served, folder: Path, turns: int = TURNS) -> Played:
         agents = []
         for streamed in (True, False):
             opened = await service.open_execution(ExecutionSpec(f"e{streamed:d}", "t", "g"))
-            agents.append(Agent(openai.AsyncOpenAI(api_key=opened.api_key, base_url=opened.base_url), streamed))
+            client = openai.AsyncOpenAI(api_key=opened.api_key, base_url=opened.base_url)
+            agents.append(Agent(client, streamed, served.tokens))
         for number in range(turns):
             said = [await agent.turn(number) for agent in agents]
             assert said[0] == said[1], f"turn {number}: streamed and unstreamed differ"
