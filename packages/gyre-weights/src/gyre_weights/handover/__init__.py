@@ -1,4 +1,4 @@
-"""Gradients from satellites to the core, in memory, while everybody else goes on."""
+"""Gradients from satellites to the core, in memory, and versions the other way, while everybody else goes on."""
 
 from __future__ import annotations
 
