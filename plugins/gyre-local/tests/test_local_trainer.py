@@ -96,6 +96,45 @@ async def test_core_and_satellites_give_the_gradient_of_the_core_alone(
     assert sum(p.stats.trained_tokens for p in parts) == whole.stats.trained_tokens
 
 
+def held_bytes(trainer: LocalTrainer) -> dict[str, int]:
+    """By kind, what lies on the device."""
+    made = trainer._replica
+    found = {
+        "weights": list(made.parameters.values()),
+        "gradients": [p.grad for p in made.parameters.values() if p.grad is not None],
+        "open sum": list(made._open.values()),
+    }
+    if trainer._optimizer is not None:
+        state = trainer._optimizer.state()
+        found["moments"] = [tensor for name, tensor in state.items() if name.startswith("exp_avg")]
+        found["masters"] = [tensor for name, tensor in state.items() if name.startswith("master/")]
+    return {kind: sum(t.nbytes for t in tensors) for kind, tensors in found.items() if tensors}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("core", [False, True])
+async def test_the_memory_that_the_check_counts_is_what_it_holds(
+    make_batches: Any, trainers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, core: bool
+) -> None:
+    trainer, (first, *more) = await trainers(core=core, dtype=dtype), make_batches()
+    if core:
+        await trainer.add_contribution(await contribute(trainer, [first], "c", tmp_path))
+        await trainer.step(1.0)
+        more = [dataclasses.replace(batch, step=1) for batch in more]
+    add, at_the_peak = trainer._replica._add, {}
+
+    def watched(gradients: Any) -> None:
+        add(gradients)
+        at_the_peak.update(held_bytes(trainer))
+
+    monkeypatch.setattr(trainer._replica, "_add", watched)
+    await trainer.accumulate(more[0])
+    weights = sum(p.numel() for p in trainer._replica.parameters.values())
+    kept = trainer.options.kept(8, core=core)
+    assert at_the_peak == {kind: size * weights for kind, (size, _, _) in kept.items()}
+    assert {count for _, *shards in kept.values() for count in shards} == {1}
+
+
 async def test_the_result_does_not_depend_on_the_order_of_arrival(
     make_batches: Any, trainers: Any, tmp_path: Path
 ) -> None:

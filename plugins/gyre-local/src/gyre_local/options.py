@@ -113,6 +113,17 @@ class LocalTrainerOptions:
                 "options of LocalTrainerOptions: weight_decay, max_grad_norm and warmup_steps must not be negative"
             )
 
+    def kept(self, accelerators: int, *, core: bool) -> Mapping[str, tuple[int, int, int]]:
+        """For the memory estimate of `gyre check`: by kind, bytes for each weight, on this trainer's one accelerator
+        (nothing is sharded, however many it is given). The sum of gradients is float32 or wider, beside those of the
+        backward pass."""
+        weight = {"bfloat16": 2, "float32": 4, "float64": 8}[self.dtype]
+        wide = max(weight, 4)
+        found = {"weights": weight, "gradients": weight, "open sum": wide}
+        if core:
+            found |= {"moments": 2 * wide} | ({"masters": wide} if wide > weight else {})
+        return {kind: (size, 1, 1) for kind, size in found.items()}
+
     @property
     def router_replay(self) -> bool:
         """Whether recorded experts would be used again: never, since mixtures of experts are refused."""
