@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from gyre_core import RunEvent
 from gyre_rl.config import RunConfig, load
@@ -34,6 +36,19 @@ SMALL = (
     "scheduler.high=3.0",
 )
 """Marks above 1: a rollout cell may go however many sessions it has, so that short runs turn and move."""
+
+
+@contextmanager
+def scripted(folder: Path) -> Iterator[None]:
+    """Let this process and its children find the plugin `scripted.py`, as if its distribution lay in `folder`."""
+    info = folder / "gyre_scripted-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gyre-scripted\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[gyre]\nscripted = scripted\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(folder), str(Path(__file__).parent))), prepend=os.pathsep)
+        yield
 
 
 def small_config(run_dir: Path, *sets: str) -> RunConfig:

@@ -214,7 +214,7 @@ async def sample(folder: Path, faults: Faults, **rollout_options: Any) -> Result
     groups = Groups(rollout, config, rollout.post)
     driver = RunDriver(SimpleNamespace(), rollout, groups, bus, spawn)  # type: ignore[arg-type]
     runner = SchedulerRunner(make_scheduler(config, PluginManager.installed(), 0), driver)
-    async with runner, asyncio.timeout(60):
+    async with runner, asyncio.timeout(240):
         for number, role in enumerate((Role.TRAIN, Role.ROLLOUT)):
             now = time.monotonic()
             runner.post_now(sched.CellJoined(now, CellId(f"c{number}"), role, 64, 100_000, not number, 0))
