@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Coroutine
@@ -463,16 +464,17 @@ async def test_ranks_end_with_the_process_that_drives_them(tmp_path: Path, model
         "    await trainer.accumulate(t.batch('a', do='hang'))\n"
         "asyncio.run(main())\n"
     )
-    here = str(Path(__file__).parent)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, here, str(tmp_path), str(model), stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    pids = [int(word) for word in (await process.stdout.readline()).split()]
-    assert len(pids) == 2
-    process.kill()
-    await process.wait()
-    await gone(pids)
+    arguments = ["-c", program, str(Path(__file__).parent), str(tmp_path), str(model)]
+    with tempfile.TemporaryDirectory() as sockets:  # whoever is killed leaves those behind
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, env=os.environ | {"TMPDIR": sockets}
+        )
+        assert process.stdout is not None
+        pids = [int(word) for word in (await process.stdout.readline()).split()]
+        assert len(pids) == 2
+        process.kill()
+        await process.wait()
+        await gone(pids)
 
 
 async def gone(pids: list[int]) -> None:

@@ -136,7 +136,7 @@ async def test_a_request_id_is_used_once_at_a_time(engines: Any, ask: Any) -> No
     while (await engine.load()).waiting < 1:
         await asyncio.sleep(0.001)
     with pytest.raises(ValueError, match="running already"):
-        await ask(engine, [1, 2], 4, name="same")
+        await asyncio.wait_for(ask(engine, [1, 2], 4, name="same"), 60)
     await engine.resume()
     assert len((await first).ids) == 60
     assert len((await ask(engine, [1, 2], 4, name="same")).ids) == 4
