@@ -18,8 +18,9 @@ from gyre_core.settings import inherited_environment
 from gyre_core.testing.support import environment_python, load_module
 from gyre_vllm.engine import VLLMEngine
 from gyre_vllm.launch import ENVIRONMENT, Place, interpreter, launch_plan
+from gyre_vllm.network import free_port
 from gyre_vllm.options import VLLMOptions
-from gyre_vllm.process import KEEPER, free_port, telling_lines
+from gyre_vllm.process import KEEPER, telling_lines
 
 HERE = Path(__file__).parent
 

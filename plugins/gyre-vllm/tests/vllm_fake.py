@@ -180,9 +180,13 @@ class FakeVLLM:
             body["cache_salt"], how.get("stream_interval", 1),
             fetched=min(body.get("kv_transfer_params", {}).get("remote_num_tokens", 0), len(body["token_ids"]) - 1),
         )  # fmt: skip
-        self.waiting.append(call)
         answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await answer.prepare(request)
+        if call.fetched and "silent-source" in self.faults:  # waits for blocks that do not come, until nobody listens
+            while request.transport is not None and not request.transport.is_closing():
+                await asyncio.sleep(self.tick_s)
+            return answer
+        self.waiting.append(call)
         try:
             await self._stream(call, answer)
         finally:

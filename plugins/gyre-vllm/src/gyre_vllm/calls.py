@@ -7,6 +7,7 @@ a call may need when weights change under it. A cut ends a segment; whether the 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from enum import Enum
 from typing import Any
@@ -16,7 +17,10 @@ from gyre_core import Array, FinishReason, GenerateChunk, GenerateRequest, Infra
 
 from gyre_vllm.client import ServerClient
 from gyre_vllm.labels import VersionLabels
+from gyre_vllm.transfers import FETCH_S
 from gyre_vllm.wire import EventSplitter, Piece, Span, read_piece, request_body
+
+log = logging.getLogger("gyre.vllm")
 
 
 class Cut(Enum):
@@ -143,11 +147,15 @@ async def run_segment(
         model, [*call.prompt, *call.sampled], call.request.sampling, call.limit - len(call.sampled), salt,
         every=every, transfer=call.transfer, routed_from=call.routed_from,
     )  # fmt: skip
-    call.transfer = None
+    fetching, call.transfer = call.transfer is not None, None
     try:
-        async with client.stream(body, call.server_id, call.doing) as answer:
+        async with (
+            asyncio.timeout(FETCH_S if fetching else None) as patience,
+            client.stream(body, call.server_id, call.doing) as answer,
+        ):
             call.answer = answer
             async for data in answer.content.iter_any():
+                patience.reschedule(None)
                 progress()
                 chunk = segment.take(data)
                 if chunk is not None:
@@ -155,7 +163,10 @@ async def run_segment(
                 if segment.done:
                     break
     except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-        if call.cut is Cut.NONE:
+        if call.cut is Cut.NONE and patience.expired():
+            log.warning("%s: no KV from another server in %g s; it is computed here", call.doing, FETCH_S)
+            call.cut = Cut.RESTART
+        elif call.cut is Cut.NONE:
             raise InfrastructureError(
                 call.doing, got=f"{type(error).__name__}: {error}", expected="an answer to its end"
             ) from error

@@ -28,8 +28,10 @@ from gyre_kvxfer.errors import MoveRefused, VerificationFailed
 from gyre_kvxfer.vllm import Export, check_export, export_request, exported, import_request, take_request
 
 from gyre_vllm.calls import RunningCall
+from gyre_vllm.network import is_loopback
 from gyre_vllm.server import Server
 from gyre_vllm.state import EngineState
+from gyre_vllm.transfers import FETCH_S
 from gyre_vllm.wire import ID_PREFIX
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
@@ -42,6 +44,8 @@ TAKE_S = 5.0
 full one is later than the export would be of any use; the session's next call is prefilled then."""
 LAST_TOKENS_S = 10.0
 """How long the last tokens of a stopped call may take to come."""
+CLOCKS_S = 5.0
+"""How far two machines' clocks may be apart, so that an export that is used is younger than the 30 s of vLLM's hold."""
 
 
 class Contexts:
@@ -73,9 +77,11 @@ class Contexts:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What an `ExportedKV` of this engine bears. `stopped`: of a call that was ended for the move."""
+    """What an `ExportedKV` of this engine bears. `machine`: the source's address for other machines; `stopped`: of a
+    call that was ended for the move."""
 
     export: Export
+    machine: str
     stopped: bool = False
 
 
@@ -119,7 +125,7 @@ async def export_session(state: EngineState, session: str, token_ids: Tokens, *,
         export = exported(answer, session, token_ids, version, time.time(), LEASE_S)
     except MoveRefused as error:
         raise InfrastructureError(doing, got=str(error), expected="an export") from error
-    return _held(export, token_ids, running=running)
+    return _held(export, server, token_ids, running=running)
 
 
 async def take_session(state: EngineState, session: str, calls: Sequence[RunningCall]) -> ExportedKV | None:
@@ -153,16 +159,18 @@ async def take_session(state: EngineState, session: str, calls: Sequence[Running
     except MoveRefused:
         return None
     same = longest.salt == state.salt and export.n_tokens == len(context) - 1
-    return _held(export, context, running=False, stopped=True) if same else None
+    return _held(export, server, context, running=False, stopped=True) if same else None
 
 
-def _held(export: Export, tokens: Tokens, *, running: bool, stopped: bool = False) -> ExportedKV:
-    return ExportedKV(export.session, export.version, tokens, msgspec.json.encode(Ticket(export, stopped)), running)
+def _held(export: Export, server: Server, tokens: Tokens, *, running: bool, stopped: bool = False) -> ExportedKV:
+    ticket = msgspec.json.encode(Ticket(export, server.machine, stopped))
+    return ExportedKV(export.session, export.version, tokens, ticket, running)
 
 
 async def import_session(state: EngineState, arrivals: Arrivals, given: ExportedKV) -> ImportedKV:
     """Fetch what was exported for this context. InfrastructureError when it does not fit: another version, other
-    tokens, too old, or weights that change meanwhile; the session's next call is then prefilled."""
+    tokens, too old, out of reach, not here in time, or weights that change meanwhile; the session's next call is then
+    prefilled."""
     doing = f"importing the KV of {given.session!r}"
     server = connected(state, doing)
     tokens = np.asarray(given.token_ids, np.int32)
@@ -171,6 +179,7 @@ async def import_session(state: EngineState, arrivals: Arrivals, given: Exported
         check_export(ticket.export, tokens, state.version, time.time())
     except (MoveRefused, VerificationFailed, msgspec.MsgspecError) as error:
         raise InfrastructureError(doing, got=str(error), expected="an export that fits") from error
+    _require_reach(ticket, server, doing)
     if ticket.stopped:
         arrivals.add(state.salt, tokens, ticket.export)
         return ImportedKV(len(tokens), len(tokens) - ticket.export.n_tokens, 0)
@@ -179,15 +188,35 @@ async def import_session(state: EngineState, arrivals: Arrivals, given: Exported
     )
     salt, changed = state.salt, InfrastructureError(doing, got="a change of weights", expected="the same to its end")
     try:
-        async with state.transfers.one():
+        async with state.transfers.one(FETCH_S):
             answer = await _complete(server, body | {"cache_salt": salt})
     except TimeoutError as error:
-        raise changed from error
+        if state.salt != salt or state.transfers.barred:
+            raise changed from error
+        late = f"nothing from {ticket.machine} in {FETCH_S:g} s"
+        raise InfrastructureError(doing, got=late, expected="its KV", fix="See that server's log.") from error
     if state.salt != salt:
         raise changed
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     found = int(details.get("cached_tokens") or 0)
     return ImportedKV(len(tokens), len(tokens) - found, found * server.facts.kv_token_bytes)
+
+
+def _require_reach(ticket: Ticket, server: Server, doing: str) -> None:
+    """InfrastructureError where the source's connector is found by its own machine alone, or its clock is another."""
+    where = str(ticket.export.params.get("remote_host", ""))
+    if is_loopback(where) and ticket.machine != server.machine:
+        raise InfrastructureError(
+            doing, got=f"a connector on {where} of {ticket.machine}", expected=f"one that {server.machine} reaches",
+            fix="Start that server with its machine's address in VLLM_NIXL_SIDE_CHANNEL_HOST; leave `host` in [engine] "
+            "empty for those that Gyre starts.",
+        )  # fmt: skip
+    ahead = ticket.export.taken_at - time.time()
+    if ahead > CLOCKS_S:
+        raise InfrastructureError(
+            doing, got=f"an export of {ahead:.0f} s from now, by the clock of {ticket.machine}",
+            expected=f"clocks at most {CLOCKS_S:g} s apart", fix="Synchronise the machines' clocks.",
+        )  # fmt: skip
 
 
 def connected(state: EngineState, doing: str) -> Server:

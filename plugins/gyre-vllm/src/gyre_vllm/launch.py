@@ -27,15 +27,19 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the server runs. `accelerators` 0 means CPU; `seed` steers calls without a seed of their own."""
+    """Where the server runs. `host` is that of its HTTP interface; `accelerators` 0 means CPU; `seed` steers calls
+    without a seed of their own."""
 
     host: str
     port: int
     accelerators: int = 0
     threads: int = 1
     seed: int = 0
+    side_host: str = "127.0.0.1"
     side_port: int = 0
     """Where the NIXL connectors of two servers find each other; only with `transfers`."""
+    side_interface: str = ""
+    """Name of the interface with that address; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +133,7 @@ def launch_plan(options: VLLMOptions, model: str, start: tuple[str, ...], place:
     words += _memory_words(options, place)
     if options.eager or not place.accelerators:
         words.append("--enforce-eager")
-    side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": place.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.side_port)}
-    env = _variables(place) | (side if options.transfers else {}) | dict(options.environment)
+    env = _variables(place) | (_side(place) if options.transfers else {}) | dict(options.environment)
     return LaunchPlan((*words, *options.arguments), tuple(sorted(env.items())), f"http://{place.host}:{place.port}")
 
 
@@ -140,6 +143,16 @@ _NIXL = (
 )
 """Our own form of the stock connector. Not `bidirectional_kv_xfer`: what a server has fetched it would hold for a fetch
 back that nobody makes, and step all that time without work."""
+
+
+def _side(place: Place) -> dict[str, str]:
+    """Where others find this server's connector and, on a CPU, by which interface NIXL's UCX sends: left to itself it
+    listens on every one but the loopback, also where the cells are all on this machine. With accelerators it has better
+    ways than an interface with an address, and only the machine's owner knows them (`environment` in [engine])."""
+    env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": place.side_host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.side_port)}
+    if not place.accelerators and place.side_interface:
+        env["UCX_NET_DEVICES"] = place.side_interface
+    return env
 
 
 def _memory_words(options: VLLMOptions, place: Place) -> list[str]:

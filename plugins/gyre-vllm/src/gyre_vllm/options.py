@@ -64,7 +64,9 @@ class VLLMOptions:
     """Let the server return the experts each token was routed to."""
     transfers: bool = False
     """Start the server with its NIXL connector, so that sessions can be handed to another vLLM with their KV."""
-    host: str = "127.0.0.1"
+    host: str = ""
+    """An address of this machine that the server listens on. Empty: its HTTP on 127.0.0.1, and what servers of other
+    cells must reach (`transfers`) on the address from which this machine reaches the run's."""
     port: int = 0
     """0: a free one."""
     start_timeout_s: float = 900.0
@@ -84,6 +86,8 @@ class VLLMOptions:
             raise ValueError(_wrong(" and ".join(given), "all of them", "one way to the server"))
         if self.url and urlsplit(self.url).scheme not in ("http", "https"):
             raise ValueError(_wrong("url", repr(self.url), "an address such as http://node7:8000"))
+        if self.transfers and self.host in ("0.0.0.0", "::"):
+            raise ValueError(_wrong("host", repr(self.host), "an address that servers of other cells can be told"))
         if self.url and self.sleep == "restart":
             raise ValueError(_wrong("sleep", "'restart' for a server that is not ours", "'auto' or 'memory'"))
         if min(self.max_context, self.kv_cache_gb, self.resident_gb, self.device_memory_gb, self.tensor_parallel) < 0:

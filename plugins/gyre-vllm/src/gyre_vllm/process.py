@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import sys
 from pathlib import Path
 
@@ -20,13 +19,6 @@ from gyre_vllm.launch import SERVER_MODULES, LaunchPlan
 KEEPER = SERVER_MODULES / "gyre_vllm_keeper.py"
 _TAIL_BYTES = 16384
 _TELLING = ("error", "exception", "out of memory", "killed", "illegal instruction", "no space left")
-
-
-def free_port(host: str) -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def telling_lines(log: Path, count: int = 6) -> str:

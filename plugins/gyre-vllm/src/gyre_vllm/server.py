@@ -9,19 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from gyre_core import ComponentContext, InfrastructureError
 
 from gyre_vllm.client import RESTING, RPC, ServerClient
 from gyre_vllm.launch import MODEL_NAME, Place, interpreter, launch_plan, seed_of
+from gyre_vllm.network import free_port, interface_of, is_loopback
 from gyre_vllm.options import WRITTEN_FOR, VLLMOptions
-from gyre_vllm.process import ServerProcess, free_port
+from gyre_vllm.process import ServerProcess
 from gyre_vllm.wire import GENERATE
 
 log = logging.getLogger("gyre.vllm")
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,11 @@ class Facts:
 
 
 class Server:
-    """A server that is up. `process` is None for a foreign one."""
+    """A server that is up. `process` is None for a foreign one; `machine` is the address of where it runs, for the
+    run's other machines."""
 
-    def __init__(self, client: ServerClient, process: ServerProcess | None, facts: Facts) -> None:
-        self.client, self.process, self.facts = client, process, facts
+    def __init__(self, client: ServerClient, process: ServerProcess | None, facts: Facts, machine: str) -> None:
+        self.client, self.process, self.facts, self.machine = client, process, facts, machine
 
     def story(self) -> str:
         """What is known of its end."""
@@ -84,27 +88,40 @@ async def launch(options: VLLMOptions, context: ComponentContext, model: str, li
     if options.url:
         client = ServerClient(options.url, options.control_timeout_s)
         try:
-            return Server(client, None, await probe(client, options))
+            return Server(client, None, await probe(client, options), machine_of(options.url, context.address))
         except BaseException:
             await client.close()
             raise
     start = interpreter(options, context.base_dir)
     accelerators = context.accelerators or int(context.device != "cpu")
-    port = options.port or free_port(options.host)
     seed = seed_of(context.seed, f"{context.name} {life}")
-    side_port = free_port(options.host) if options.transfers else 0
-    place = Place(options.host, port, accelerators, context.threads, seed, side_port)
+    place = place_of(options, context.address, accelerators, context.threads, seed)
     plan = launch_plan(options, model, start, place)
     name = re.sub(r"[^A-Za-z0-9._-]", "_", context.name)
     process = await ServerProcess.start(plan, Path(context.run_dir) / "logs" / f"{name}-vllm.log")
     client = ServerClient(plan.url, options.control_timeout_s)
     try:
         await _until_ready(client, process, options.start_timeout_s)
-        return Server(client, process, await probe(client, options))
+        return Server(client, process, await probe(client, options), context.address)
     except BaseException:
         await client.close()
         await process.end()
         raise
+
+
+def machine_of(url: str, address: str) -> str:
+    """The machine of a running server, seen from this one, whose own address for others is `address`."""
+    host = urlsplit(url).hostname or ""
+    return address if is_loopback(host) else host
+
+
+def place_of(options: VLLMOptions, address: str, accelerators: int, threads: int, seed: int) -> Place:
+    """Hosts and ports of a server on this machine, whose address for the run's other machines is `address`."""
+    host, side_host = options.host or LOOPBACK, options.host or address
+    place = Place(host, options.port or free_port(host), accelerators, threads, seed)
+    if not options.transfers:
+        return place
+    return replace(place, side_host=side_host, side_port=free_port(side_host), side_interface=interface_of(side_host))
 
 
 async def _until_ready(client: ServerClient, process: ServerProcess, timeout_s: float) -> None:

@@ -13,6 +13,10 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+FETCH_S = 30.0
+"""How long a fetch may take until its first token, the wait for the destination's scheduler included. A source whose
+machine has fallen silent lets vLLM wait until the kernel gives up the connection, for a quarter of an hour."""
+
 
 class Transfers:
     """Those of one engine; lives on its event loop."""
@@ -20,6 +24,11 @@ class Transfers:
     def __init__(self) -> None:
         self._out: set[asyncio.Timeout] = set()
         self._barred = 0
+
+    @property
+    def barred(self) -> bool:
+        """Whether a change is under way."""
+        return self._barred > 0
 
     @asynccontextmanager
     async def one(self, limit_s: float | None = None) -> AsyncIterator[None]:
