@@ -25,6 +25,6 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Holder]:
     """Of the versions under `there`."""
-    made = Holder(tmp_path / "there", idle_s=5.0, total_s=60.0)
+    made = Holder(tmp_path / "there", idle_s=200.0, total_s=280.0)
     yield made
     made.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,8 @@ from gyre_weights import (
     publish_full,
     versions_in,
 )
-from gyre_weights.handover import Endpoint, Holder, Receiver, ShardPlan, fetch_version, nearest, snapshot, store
-from weights_models import NOWHERE, deltas, equal, left, weights
+from gyre_weights.handover import Endpoint, Holder, Receiver, ShardPlan, fetch_version, snapshot, store
+from weights_models import NOWHERE, deltas, equal, left, nearest, weights
 
 # Where it comes from
 
@@ -48,7 +49,7 @@ def test_else_it_is_fetched_once_and_stays_for_the_next(tmp_path: Path, holder: 
     assert equal(fetched, weights())
     assert nearest(NOWHERE, 4, endpoint, tmp_path / "here").folder == fetched.folder
     holder.close()
-    assert nearest(NOWHERE, 4, endpoint, tmp_path / "here").folder == fetched.folder
+    assert nearest(NOWHERE, 4, endpoint, tmp_path / "here").folder == fetched.folder, "nobody listens there any more"
     assert holder.given == {4: 1}
 
 
@@ -161,6 +162,15 @@ def test_what_the_holder_has_no_more_is_not_taken_for_it(tmp_path: Path, holder:
     with pytest.raises(RefusedError, match="not held here"):
         nearest(NOWHERE, 4, endpoint, tmp_path / "here")
     assert nearest(NOWHERE, 4, endpoint, tmp_path / "here", digest=published.digest).digest == published.digest
+
+
+def test_a_holder_that_is_silent_has_not_said_that_it_is_the_same(tmp_path: Path) -> None:
+    published = publish_full(tmp_path / "here", 4, weights())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = Endpoint("127.0.0.1", silent.getsockname()[1], "nobody", "t")
+        with pytest.raises(PeerError, match=r"still the same: got silence for 0\.3 s"):
+            nearest(NOWHERE, 4, place, tmp_path / "here", idle_s=0.3)
+        assert nearest(NOWHERE, 4, place, tmp_path / "here", digest=published.digest).version == 4
 
 
 def test_a_delta_whose_base_is_gone_is_not_here(tmp_path: Path, holder: Holder) -> None:

@@ -20,8 +20,8 @@ from gyre_weights import (
     drop_old,
     publish_full,
 )
-from gyre_weights.handover import Endpoint, Holder, fetch_version, nearest, snapshot, store, wire
-from weights_models import NOWHERE, deltas, equal, left, wait_for, weights
+from gyre_weights.handover import Endpoint, Holder, fetch_version, snapshot, store, wire
+from weights_models import NOWHERE, deltas, equal, left, nearest, wait_for, weights
 
 
 def test_what_the_holder_has_not_is_told(tmp_path: Path, holder: Holder) -> None:

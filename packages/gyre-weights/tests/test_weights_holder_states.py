@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 from gyre_weights import Publisher, WeightsError, drop_old, open_version, versions_in
-from gyre_weights.handover import Holder, nearest
+from gyre_weights.handover import Holder
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from weights_models import nearest
 
 Tensors = dict[str, np.ndarray]
 KEEP = st.integers(1, 4)
@@ -35,7 +36,7 @@ class TwoMachines(RuleBasedStateMachine):
         super().__init__()
         self.root = Path(tempfile.mkdtemp())
         self.there, self.here = self.root / "there", self.root / "here"
-        self.holder = Holder(self.there, idle_s=20.0)
+        self.holder = Holder(self.there, idle_s=200.0)
         self.endpoint = self.holder.start()
         self.publisher = Publisher("delta", self.there, keep=4, full_every=3, worth=2.0)
         self.random = np.random.default_rng(0)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gyre_weights import Publisher
+from gyre_weights import Publisher, handover
 from gyre_weights.handover import store
 
+nearest = partial(handover.nearest, idle_s=200.0, total_s=280.0)
+"""Patient: how fast a machine is decides no test."""
 NOWHERE = "/nowhere/v4"
 """A location that no machine has."""
 

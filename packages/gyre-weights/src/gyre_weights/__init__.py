@@ -16,6 +16,7 @@ from gyre_weights.errors import (
     NoRoomError,
     PeerError,
     RefusedError,
+    UnreachableError,
     VersionError,
     WeightsError,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "Publisher",
     "RefusedError",
     "Shadow",
+    "UnreachableError",
     "Verify",
     "Version",
     "VersionError",

@@ -40,5 +40,9 @@ class RefusedError(PeerError):
     """The other side has answered, and will not."""
 
 
+class UnreachableError(PeerError):
+    """There is no other side: no endpoint, or nobody listens at it."""
+
+
 class NoRoomError(WeightsError):
     """A disk or memory file system has no room for a version, or cannot be written."""

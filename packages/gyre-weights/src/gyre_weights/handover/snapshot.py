@@ -17,7 +17,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gyre_weights.errors import CorruptError, IncompleteError, PeerError, RefusedError, VersionError, WeightsError
+from gyre_weights.errors import (
+    CorruptError,
+    IncompleteError,
+    PeerError,
+    RefusedError,
+    UnreachableError,
+    VersionError,
+    WeightsError,
+)
 from gyre_weights.folder import drop_drafts, drop_old, new_folder, version_folder
 from gyre_weights.handover.store import locked, make_room, told_place
 from gyre_weights.handover.wire import Channel, Endpoint, connect
@@ -27,8 +35,6 @@ from gyre_weights.version import Version, open_version
 log = logging.getLogger("gyre.weights")
 
 _PIECE = 4 << 20
-_ASK_S = 5.0
-"""Longest silence of a holder that is only asked whether what lies here is still what it has."""
 
 Reach: TypeAlias = "Endpoint | str | Path | Callable[[], Endpoint | None] | None"
 """A holder's endpoint, its file, or what tells it when it is needed; None: there is none."""
@@ -143,19 +149,19 @@ def _look_up(endpoint: Reach) -> Endpoint | None:
 
 
 def _is_current(endpoint: Reach, found: Version, idle_s: float, total_s: float) -> bool:
-    """Whether the holder has the same under this number. A holder that refuses has it not; of one that cannot be
-    reached nothing is known, and what lies here is taken."""
+    """Whether the holder has the same under this number. A holder that refuses has it not; where there is nobody to
+    ask nothing is known, and what lies here is taken. PeerError when a holder is silent."""
     doing = f"asking whether policy version {found.version} is still the same"
     try:
         place = _look_up(endpoint)
         if place is None:
             return True
-        with closing(_ask(place, found.version, doing, min(idle_s, _ASK_S), total_s)) as channel:
+        with closing(_ask(place, found.version, doing, idle_s, total_s)) as channel:
             offers, _ = _answer(channel, found.version, None)
             channel.send({"want": []})
     except RefusedError:
         return False
-    except PeerError as error:
+    except UnreachableError as error:
         log.info("%s", error)
         return True
     return offers[0].digest == found.digest

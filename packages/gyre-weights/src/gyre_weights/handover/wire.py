@@ -24,7 +24,7 @@ import numpy as np
 
 from gyre_weights.arrays import Bytes
 from gyre_weights.digest import CHUNK, Digest
-from gyre_weights.errors import PeerError, RefusedError
+from gyre_weights.errors import PeerError, RefusedError, UnreachableError
 
 SLOWEST = 50e6
 """Bytes a second below which a peer that works in silence (writing to memory, digesting) counts as hanging."""
@@ -53,11 +53,11 @@ class Endpoint:
 
     @staticmethod
     def load(path: Path) -> Endpoint:
-        """What `save` wrote. PeerError when there is none."""
+        """What `save` wrote. UnreachableError when there is none."""
         try:
             return Endpoint(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
-            raise PeerError(
+            raise UnreachableError(
                 "looking for an endpoint", got=f"{type(error).__name__}: {error}", expected=f"{path}",
                 fix="Who listens writes it when it starts; it may be restarting.",
             ) from error  # fmt: skip
@@ -221,7 +221,7 @@ def _reach(endpoint: Endpoint, doing: str, wait_s: float) -> socket.socket:
     try:
         return socket.create_connection((endpoint.host, endpoint.port), timeout=wait_s)
     except OSError as error:
-        raise PeerError(
+        raise UnreachableError(
             doing, got=f"nobody at {endpoint.host}:{endpoint.port} ({reason}; {error})", expected="who listens there",
             fix="It may be restarting; try again with the endpoint that it writes then.",
         ) from error  # fmt: skip
