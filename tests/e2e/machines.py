@@ -31,7 +31,7 @@ class Machines:
 
     def shared_memory(self, host: str) -> list[str]:
         """What lies in a machine's shared memory."""
-        return os.listdir(f"/proc/{host}/root/dev/shm")
+        return os.listdir(Path("/proc", str(host), "root", "dev", "shm"))
 
     def cut_off(self, host: str) -> None:
         """Pull its cable: it goes on, and nobody hears of it."""
