@@ -59,6 +59,8 @@ class FakeServer:
         self.asked: list[tuple[str, Any]] = []
         self.session = False
         self.loaded: list[list[str]] = []
+        self.lost_loads = 0
+        """How many calls to end because pages that were found for them could not be read."""
         self.torn = int(fault.partition("-")[2]) if fault.startswith("torn-") else None
 
     def app(self) -> web.Application:
@@ -156,6 +158,11 @@ class FakeServer:
                 await asyncio.sleep(0.001)
             if request.aborted:
                 finish = {"type": "abort", "message": "Abort in scheduler"}
+                await self._event(request, [], finish, response)
+                break
+            if self.lost_loads:
+                self.lost_loads -= 1
+                finish = {"type": "abort", "message": "External KV cache load failed", "status_code": 503}
                 await self._event(request, [], finish, response)
                 break
             at = len(request.out)

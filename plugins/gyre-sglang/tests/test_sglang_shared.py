@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,23 +10,28 @@ import pytest
 from gyre_core import ComponentContext, FinishReason, WeightSource
 from gyre_core.testing.engine_rig import EngineRig, Watched, assert_greedy, call, request_of
 from gyre_sglang.engine import SGLangEngine
-from gyre_sglang.launch import shared_folder
 from gyre_sglang.options import SGLangOptions
+from gyre_sglang.sharing import shared_folder
 
 PROMPT = [(11 * i + 5) % 320 for i in range(100)]
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("named", ["", "pages"], ids=["in memory", "in a folder"])
 async def test_a_session_finds_its_pages_on_the_other_cell(
-    python: str, folder_of: Callable[..., Path], tmp_path: Path
+    named: str, python: str, folder_of: Callable[..., Path], tmp_path: Path
 ) -> None:
+    (tmp_path / "pages").mkdir()
     sources = [WeightSource(n, str(folder_of(n))) for n in range(2)]
     options = SGLangOptions(
-        python=python, dtype="float32", kv_tokens=8192, context_length=256, chunk_s=0.0, kv_share_gb=0.05
-    )
+        python=python, dtype="float32", kv_tokens=8192, context_length=256, chunk_s=0.0, kv_share_gb=0.05,
+        kv_share_folder=named,
+    )  # fmt: skip
     rig = EngineRig(lambda: a, sources, vocab=320)
-    a, b = (SGLangEngine(options, ComponentContext(str(tmp_path), f"cell-{n}", seed=n)) for n in range(2))
+    here = {"run_dir": str(tmp_path), "base_dir": str(tmp_path)}
+    a, b = (SGLangEngine(options, ComponentContext(name=f"cell-{n}", seed=n, **here)) for n in range(2))
+    pages = shared_folder(str(tmp_path), named, str(tmp_path))
     try:
         await asyncio.gather(a.start(sources[0]), b.start(sources[0]))
         running = Watched(a, request_of(PROMPT, 150, name="r", session="s"))
@@ -57,4 +61,4 @@ async def test_a_session_finds_its_pages_on_the_other_cell(
         assert (await call(a, PROMPT, 5, name="shared", session="u")).cached == 96
     finally:
         await asyncio.gather(a.close(), b.close())
-        shutil.rmtree(shared_folder(str(tmp_path)), ignore_errors=True)
+    assert pages.is_dir() == bool(named), "memory is given back, a folder of the user's stays"

@@ -68,6 +68,8 @@ class Call:
     """Set when it is to end with ABORT."""
     restart: bool = False
     """Its segment is being ended so that it goes on under new weights."""
+    lost_loads: int = 0
+    """How often the server ended a segment because cached pages that it had found could not be read after all."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     finish: FinishReason | None = None
 

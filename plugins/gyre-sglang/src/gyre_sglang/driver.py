@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import Coroutine, Iterable
 from contextlib import aclosing
@@ -22,9 +23,14 @@ from gyre_sglang.facts import ModelFacts, ServerFacts
 from gyre_sglang.options import SGLangOptions
 from gyre_sglang.wire import Piece, StreamReader, generate_body
 
+log = logging.getLogger("gyre.sglang")
+
 ABORT_EVERY_S = 0.25
 """The server forgets an abort that comes before the call it means; so it is asked again until the call is over."""
 END_PATIENCE_S = 60.0
+LOADS = 3
+"""How often a call goes on from what it has when shared pages that were found have gone or are damaged. The server does
+not look up a page that failed again, so the next time it computes the rest."""
 
 
 @dataclass(slots=True)
@@ -172,7 +178,7 @@ class Driver:
                 piece = reader.feed(block)
                 if piece is None:
                     continue
-                if first:
+                if first and not piece.lost_load:
                     self._count_prompt(call, len(context), piece)
                     first = False
                 self.counters.sampled += len(piece.token_ids)
@@ -204,6 +210,9 @@ class Driver:
             call.end(FinishReason.LENGTH, last.routed)
         elif last.finish == "stop" or (restarted and not call.cut.is_set()):
             return  # the model's own end token, which was not asked for; or new weights: it goes on
+        elif last.lost_load and not call.cut.is_set() and call.lost_loads < LOADS:
+            call.lost_loads += 1
+            log.warning("%s: shared KV pages could not be read; they are computed", call.doing)
         elif last.fault and not call.cut.is_set():
             raise InfrastructureError(
                 call.doing, got=f"a call the server ended itself: {last.fault}", expected="one it runs to its end",

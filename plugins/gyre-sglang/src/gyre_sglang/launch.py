@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ from gyre_sglang.facts import ModelFacts, ServerFacts, read_server, version_warn
 from gyre_sglang.options import SGLangOptions
 from gyre_sglang.plan import LaunchPlan, launch_plan
 from gyre_sglang.process import ServerProcess, free_port
+from gyre_sglang.sharing import SharedFolder
 
 log = logging.getLogger("gyre.sglang")
 
@@ -91,13 +90,6 @@ class Server:
             self.released.discard(tag)
 
 
-def shared_folder(run_dir: str) -> Path:
-    """Where the cells of a run on this machine leave KV pages: in shared memory, else among temporary files."""
-    name = hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:16]
-    shm = Path("/dev/shm")
-    return (shm if shm.is_dir() else Path(tempfile.gettempdir())) / f"gyre-kv-{name}"
-
-
 class Starter:
     """Makes servers for one cell."""
 
@@ -106,11 +98,14 @@ class Starter:
         self._log = Path(context.run_dir) / "logs" / f"{context.name}-sglang.log"
         self._orders = Path(context.run_dir).resolve() / "engines" / context.name
         self._spare: ServerProcess | None = None
+        self._pages = SharedFolder(context.run_dir, options.kv_share_folder, context.base_dir)
 
     async def start(self, source: WeightSource, model: ModelFacts) -> Server:
         """A server with the weights of `source`; InfrastructureError with its last words when it does not come up."""
         if self._options.url:
             return await self._found(source)
+        if self._options.kv_share_gb:
+            self._pages.hold()
         for _ in range(PORT_TRIES - 1):
             try:
                 return await self._launched(source, model)
@@ -139,7 +134,7 @@ class Starter:
             self._options, model, python=self._python(), location=str(Path(source.location).resolve()),
             version=source.version, port=free_port(), device=context.device, accelerators=context.accelerators,
             threads=context.threads, seed=context.seed,
-            orders=str(self._orders), shared=str(shared_folder(context.run_dir)),
+            orders=str(self._orders), shared=str(self._pages.path.absolute()),
         )  # fmt: skip
 
     def _python(self) -> str:
@@ -225,7 +220,8 @@ class Starter:
         return self._spare.resident_bytes() if self._spare else 0
 
     async def close(self) -> None:
-        """End what was started and not used."""
+        """End what was started and not used; no server of this cell runs any more."""
         if self._spare is not None:
             await self._spare.stop()
             self._spare = None
+        await asyncio.to_thread(self._pages.let_go)

@@ -59,8 +59,10 @@ class SGLangOptions:
     once up to where it would load a model, so that `wake` is short; it holds the memory of its imports."""
 
     kv_share_gb: float = 0.0
-    """Gigabytes of KV pages that the cells of a run on this machine leave in shared memory for one another, so that a
+    """Gigabytes of KV pages that the cells of a run on one machine leave in shared memory for one another, so that a
     session that is re-routed is not prefilled again; 0 shares nothing. CPU only."""
+    kv_share_folder: str = ""
+    """Instead of shared memory: a folder that all machines of the run see, so that all their cells share pages."""
 
     start_timeout_s: float = 600.0
     request_timeout_s: float = 60.0
@@ -75,6 +77,8 @@ class SGLangOptions:
     def __post_init__(self) -> None:
         if self.url and (self.python or self.command or self.arguments or self.kv_share_gb):
             raise _wrong("url", self.url, "no python, command, arguments or kv_share_gb: the server runs already")
+        if self.kv_share_folder and not self.kv_share_gb:
+            raise _wrong("kv_share_folder", self.kv_share_folder, "kv_share_gb, how much may lie in it")
         if self.dtype not in DTYPES:
             raise _wrong("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if self.on_update not in ON_UPDATE:

@@ -19,6 +19,9 @@ from gyre_core import Array, GenerateRequest, InfrastructureError
 NAN_FINISH = "NaN happened"
 """What the server gives as the matched stop of a call whose logits were not numbers."""
 
+LOAD_FAILED = "External KV cache load failed"
+"""How the server's fault begins when a cache linker could not bring what it had promised."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -46,6 +49,11 @@ class Piece:
     """int32 [positions, layers, top_k] for positions routed_from .. prompt + sampled - 2, on the last piece."""
     fault: str = ""
     """Why the server itself ended the call, when nobody asked it to."""
+
+    @property
+    def lost_load(self) -> bool:
+        """Whether it was because cached pages that it had found could not be read."""
+        return self.fault.startswith(LOAD_FAILED)
 
 
 _Pair = tuple[float | None, int, Any]

@@ -1,19 +1,21 @@
-"""KV pages that several servers of one machine share: a cache linker of SGLang, one file for each page.
+"""KV pages that several servers share: a cache linker of SGLang, one file for each page, in the machine's shared memory
+or in a folder that several machines see.
 
 A session that is re-routed finds on its new cell the pages that its old cell left behind; nothing is asked for and
 nothing is pushed. SGLang offers pages when a prompt has been computed and when a call ends or is aborted, and asks for
 them when a prompt comes. Invariants: a page is named by the hash of all tokens up to it and of the weights (the
-engine's cache key is part of it); what was computed across a change of weights is never kept; a page is whole, with
-its checksum, or it is not there. Synchronous, for CPU pools. Written for SGLang 0.5.23.
+engine's cache key is part of it); what was computed across a change of weights is never kept; a page is whole and
+has the digest of its name and bytes, or it is not there; one that could not be read is not looked up again until it is
+written anew here. Synchronous, for CPU pools. Written for SGLang 0.5.23.
 """
 
 # mypy: disable-error-code="import-not-found,misc"
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
-import zlib
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ from sglang.srt.runtime_context import get_serving
 
 TRIM_EVERY = 256
 """Pages between two looks at how much the folder holds."""
-CHECKSUM = 4
+DIGEST = 16
+"""Bytes at the end of a page's file."""
 
 
 class SharedPages(UnifiedCacheLinker):
@@ -47,9 +50,11 @@ class SharedPages(UnifiedCacheLinker):
         self._page = int(params.page_size)
         self._buffers = [*pool.k_buffer, *pool.v_buffer]
         self._folder = Path(extra_config["folder"]) / _layout(self._buffers, self._page)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._limit = int(extra_config["limit_bytes"])
         self._written = 0
+        self._lost: set[str] = set()
+        """Pages that were there and could not be read: by name alone they may still seem to be."""
         self._queued: dict[str, tuple[list[str], torch.Tensor]] = {}
         self._landed: dict[int, bool] = {}
         self._done: deque[bool] = deque()
@@ -65,7 +70,7 @@ class SharedPages(UnifiedCacheLinker):
         (transfer,) = transfers
         found = 0
         for key in transfer.keys:
-            if not self._path(key).is_file():
+            if key in self._lost or not _is_there(self._path(key)):
                 break
             found += 1
         return list(range(1, found + 1))
@@ -90,17 +95,21 @@ class SharedPages(UnifiedCacheLinker):
         return self._batch
 
     def _read(self, key: str, slots: torch.Tensor) -> bool:
-        """False when the page has gone or is damaged: SGLang then ends the call that wanted it."""
+        """False when the page has gone or is damaged: SGLang then ends the call that wanted it, and the engine sends it
+        again."""
         path = self._path(key)
         try:
             data = bytearray(path.read_bytes())
             os.utime(path)
         except OSError:
+            self._lost.add(key)
             return False
-        body, checksum = memoryview(data)[:-CHECKSUM], bytes(data[-CHECKSUM:])
+        body, digest = memoryview(data)[:-DIGEST], bytes(data[-DIGEST:])
         size = sum(buffer[slots].nbytes for buffer in self._buffers)
-        if len(body) != size or zlib.crc32(body).to_bytes(CHECKSUM, "little") != checksum:
-            path.unlink(missing_ok=True)
+        if len(body) != size or _digest(path.name, body) != digest:
+            self._lost.add(key)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             return False
         at = 0
         for buffer in self._buffers:
@@ -131,29 +140,30 @@ class SharedPages(UnifiedCacheLinker):
 
     def _write(self, key: str, slots: torch.Tensor) -> None:
         path = self._path(key)
-        if path.exists():
+        if _is_there(path):
             return
         data = b"".join(buffer[slots].contiguous().view(torch.uint8).numpy().tobytes() for buffer in self._buffers)
-        handle, partial = tempfile.mkstemp(dir=self._folder, suffix=".partial")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data + zlib.crc32(data).to_bytes(CHECKSUM, "little"))
-            os.replace(partial, path)
-        except OSError:  # the medium is full: a page that is not there is computed
-            Path(partial).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the medium is full or away: a page that is not there is computed
+            handle, partial = tempfile.mkstemp(dir=self._folder, suffix=".partial")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(data + _digest(path.name, data))
+                os.replace(partial, path)
+                self._lost.discard(key)
+            except OSError:
+                os.unlink(partial)
         self._written += 1
         if self._written % TRIM_EVERY == 0:
-            self._trim()
+            with contextlib.suppress(OSError):
+                self._trim()
 
     def _trim(self) -> None:
         """Drop the pages that were used longest ago until all fit into nine tenths of the limit."""
         pages = []
         for path in self._folder.iterdir():
-            try:
+            with contextlib.suppress(OSError):  # another server was faster
                 stat = path.stat()
-            except OSError:
-                continue
-            pages.append((stat.st_mtime, stat.st_size, path))
+                pages.append((stat.st_mtime, stat.st_size, path))
         held = sum(size for _, size, _ in pages)
         for _, size, path in sorted(pages):
             if held <= 0.9 * self._limit:
@@ -174,6 +184,7 @@ class SharedPages(UnifiedCacheLinker):
         self._queued.clear()
         self._landed.clear()
         self._done.clear()
+        self._lost.clear()
         self._batch = -1
 
     def close(self) -> None:
@@ -189,6 +200,19 @@ class _Done:
 
     def wait_until(self, layer: int) -> None:
         """Nothing to wait for."""
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a page of that name is there, as far as the file system will say."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def _digest(name: str, body: bytes | memoryview) -> bytes:
+    """Of a page's bytes under its name."""
+    return hashlib.blake2b(body, digest_size=DIGEST, person=bytes.fromhex(name)[:16]).digest()
 
 
 def _layout(buffers: list[torch.Tensor], page: int) -> str:
