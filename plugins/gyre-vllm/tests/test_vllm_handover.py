@@ -296,13 +296,15 @@ async def conform(rig: EngineRig, urls: list[str], folder: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(1500)
 async def test_a_session_goes_on_on_another_real_server(
-    vllm_python: str, tiny_sources: list[WeightSource], tmp_path: Path
+    vllm_python: str, tiny_sources: list[WeightSource], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between turns, and cut in mid-call: nothing but the last block is computed again, and the tokens are those of no
     move. Blocks for another context are refused."""
+    for module in ("handover", "calls"):  # however busy this machine is
+        monkeypatch.setattr(f"gyre_vllm.{module}.FETCH_S", 600.0)
     options = VLLMOptions(
         python=vllm_python, dtype="float32", max_context=1024, max_running=8, kv_cache_gb=0.1, transfers=True,
-        arguments=("--block-size", "32"),
+        arguments=("--block-size", "32"), control_timeout_s=600.0,
     )  # fmt: skip
     a, b = (VLLMEngine(options, ComponentContext(str(tmp_path), name)) for name in "ab")
     rig = EngineRig(lambda: a, tiny_sources, 320)

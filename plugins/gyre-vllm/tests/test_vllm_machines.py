@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
 from gyre_core import ComponentContext, FinishReason, InfrastructureError, WeightSource
+from gyre_core.testing.support import load_module
 from gyre_vllm import calls, handover, network
 from gyre_vllm.engine import VLLMEngine
-from gyre_vllm.launch import Place, launch_plan
+from gyre_vllm.launch import SERVER_MODULES, Place, launch_plan
 from gyre_vllm.network import free_port, interface_of, is_loopback
 from gyre_vllm.options import VLLMOptions
 from gyre_vllm.server import machine_of, place_of
@@ -190,3 +193,17 @@ async def test_a_call_that_fetches_nothing_waits_as_long_as_it_takes(
     server.hold_s = 0.1
     assert len((await ask(a, PROMPT, 3)).ids) == 3
     assert len(server.bodies) == 1
+
+
+def test_a_worker_that_waits_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of yielding the processor, at the very name that vLLM's waiting loop looks up."""
+    worker = load_module(SERVER_MODULES / "gyre_vllm_worker.py")
+    name, slept = "vllm.distributed.device_communicators.shm_broadcast", []
+    monkeypatch.setattr(worker.time, "sleep", slept.append)
+    worker._wait_asleep()
+    loop = ModuleType(name)
+    loop.sched_yield = pytest.fail  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, loop)
+    worker._wait_asleep()
+    loop.sched_yield()
+    assert slept == [worker.WAIT_S]

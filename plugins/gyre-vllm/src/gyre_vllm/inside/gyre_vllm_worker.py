@@ -18,10 +18,13 @@ import gc
 import importlib.util
 import os
 import sys
+import time
 from typing import Any
 
 INTERFACE = 1
 """Raised with every change of what is called or answered here."""
+WAIT_S = 1e-4
+"""Between two looks of a worker on a CPU for its next step."""
 
 
 class GyreWorker:
@@ -35,6 +38,8 @@ class GyreWorker:
         runner = self.model_runner
         how = _temper(runner)
         device = str(runner.device)
+        if device == "cpu":
+            _wait_asleep()
         cache, transfer = self.vllm_config.cache_config, self.vllm_config.kv_transfer_config
         return {
             "interface": INTERFACE,
@@ -128,6 +133,15 @@ class GyreWorker:
         _take(self._gyre_storages)
         self._gyre_storages = []
         return {"after": _resident()}
+
+
+def _wait_asleep() -> None:
+    """Let a worker that waits for its next step sleep in between. vLLM's loop yields the processor, which on a busy
+    machine (Linux 6.18 and later) puts the thread behind all others for seconds; and it holds Python's lock there, so
+    that a handshake with another server comes to nothing for as long."""
+    module = sys.modules.get("vllm.distributed.device_communicators.shm_broadcast")
+    if module is not None:
+        module.sched_yield = lambda: time.sleep(WAIT_S)  # type: ignore[attr-defined]
 
 
 def _gyre_weights(package: str) -> Any:
