@@ -152,7 +152,9 @@ async def test_a_call_that_does_not_end_leaves_its_session() -> None:
 
 
 @pytest.mark.parametrize(("where", "said"), [("export", "a fault"), ("import", "a fault"), ("nothing", "none of 70")])
-async def test_a_handover_that_fails_carries_nothing_and_says_why(where: str, said: str) -> None:
+async def test_a_handover_that_fails_carries_nothing_and_says_why(
+    where: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
     source, target = Handing(sessions={"s": 70}, fault=where), Handing(fault=where)
     async with cell(source) as (_, endpoint), cell(target, name="cell-2") as (there, _):
         pulled = await there.pull(PullSession("s", endpoint))
@@ -160,6 +162,7 @@ async def test_a_handover_that_fails_carries_nothing_and_says_why(where: str, sa
         dead = await there.pull(PullSession("s", "http://127.0.0.1:9"))
     assert not pulled.carried
     assert said in pulled.why
+    assert f"moving s: its context is computed here: {pulled.why}" in caplog.messages
     assert "no KV of stranger" in unknown.why
     assert not dead.carried
     assert dead.why

@@ -38,7 +38,14 @@ async def export_session(engine: KVHandover, message: ExportSession) -> Exported
 
 
 async def take_over(engine: KVHandover, source: Peer, message: PullSession) -> Pulled:
-    """The destination's part; what went wrong is said in `why`."""
+    """The destination's part; what went wrong is said in `why`, and in this cell's log."""
+    pulled = await _take(engine, source, message)
+    if not pulled.carried:
+        log.warning("moving %s: its context is computed here: %s", message.session, pulled.why)
+    return pulled
+
+
+async def _take(engine: KVHandover, source: Peer, message: PullSession) -> Pulled:
     session, began = message.session, time.perf_counter()
     nbytes = tokens = rounds = 0
     running, pause = True, 0.0
