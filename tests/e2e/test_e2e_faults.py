@@ -20,7 +20,7 @@ from gyre_rl.ring import run
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.views import events as ev
 from gyre_tito import Store
-from small import QUICKSTART, SMALL, Probe, check_counted_once, kill, processes_of, scripted, small_config
+from small import QUICKSTART, SMALL, Probe, check_counted_once, pid_of, processes_of, scripted, small_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,20 +31,20 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 
 class Killer:
-    """kill -9 of one cell at the first event that `when` accepts; `when` gives its name or None."""
+    """A signal to one cell at the first event that `when` accepts; `when` gives its name or None."""
 
-    def __init__(self, root: Path, when) -> None:
-        self.root, self.when, self.victim = root, when, ""
+    def __init__(self, root: Path, when, number: signal.Signals) -> None:
+        self.root, self.when, self.number, self.victim = root, when, number, ""
 
     def __call__(self, event: ev.Event) -> None:
         if not self.victim and (victim := self.when(event)):
             self.victim = victim
-            kill(self.root, victim)
+            os.kill(pid_of(self.root, victim), self.number)
 
 
-def run_with(root: Path, when, *sets: str):
+def run_with(root: Path, when, *sets: str, number: signal.Signals = signal.SIGKILL):
     config = small_config(root, *sets)
-    killer = Killer(config.resolve(str(root)), when)
+    killer = Killer(config.resolve(str(root)), when, number)
     probe = Probe(killer)
     summary = asyncio.run(run(config, view=probe))
     assert killer.victim, "nothing was killed, so nothing is proven"
@@ -102,6 +102,17 @@ def test_kill_9_of_the_core_in_mid_step(tmp_path: Path, way: str) -> None:
         return "cell-0#1" if isinstance(event, ev.Contributed) and event.step == 1 else None
 
     summary, probe, victim = run_with(tmp_path, when, *WAYS[way])
+    check_whole(summary, probe, victim, tmp_path)
+    assert left_in_memory(tmp_path) == []
+
+
+def test_a_core_that_ends_in_order_comes_back(tmp_path: Path) -> None:
+    """As when its machine is shut down: its trainer gave the memory back in which the run's newest weights were."""
+
+    def when(event: ev.Event) -> str | None:
+        return "cell-0#1" if isinstance(event, ev.Contributed) and event.step == 1 else None
+
+    summary, probe, victim = run_with(tmp_path, when, *WAYS["memory"], number=signal.SIGTERM)
     check_whole(summary, probe, victim, tmp_path)
     assert left_in_memory(tmp_path) == []
 

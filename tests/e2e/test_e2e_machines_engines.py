@@ -59,6 +59,11 @@ def others():
         yield made
 
 
+def ours_in_memory(others: Machines, host: str) -> list[str]:
+    """What Gyre keeps in a machine's shared memory: versions, pages. Servers that are ended leave some of theirs."""
+    return [name for name in others.shared_memory(host) if name.startswith("gyre-")]
+
+
 class FinishedRun:
     """A run whose core is beside this process, and whose other cells are on the two machines."""
 
@@ -100,15 +105,10 @@ def test_vllm_hands_sessions_from_machine_to_machine(tmp_path: Path, others: Mac
     carried = [move for move in finished.probe.of(ev.SessionMoved) if move.carried]
     assert finished.summary.kv_moved_sessions == len(carried) > 0
     assert all(move.tokens > 0 and move.bytes > 0 and move.src[:6] != move.dst[:6] for move in carried)
-    assert [others.shared_memory(host) for host in others.hosts] == [[], []]
+    assert [ours_in_memory(others, host) for host in others.hosts] == [[], []]
 
 
 PROMPT = [(11 * i + 5) % 320 for i in range(100)]
-
-
-def pages_in_memory(others: Machines, host: str) -> list[str]:
-    """Folders of pages in a machine's shared memory."""
-    return [name for name in others.shared_memory(host) if name.startswith("gyre-kv-")]
 
 
 @pytest.mark.parametrize("named", ["", "pages"], ids=["in memory", "in a folder that all see"])
@@ -136,8 +136,8 @@ async def test_sglangs_pages_are_found_where_they_can_be_seen(named: str, tmp_pa
         here, _ = await a.call(context, 20, "t")
         assert there == here
         assert cached >= (len(context) - 1) // 16 * 16 - 16 if named else cached == 0
-        assert [len(pages_in_memory(others, host)) for host in others.hosts] == ([0, 0] if named else [1, 1])
+        assert [len(ours_in_memory(others, host)) for host in others.hosts] == ([0, 0] if named else [1, 1])
     finally:
         await asyncio.gather(a.end(), b.end())
-    assert [pages_in_memory(others, host) for host in others.hosts] == [[], []]
+    assert [ours_in_memory(others, host) for host in others.hosts] == [[], []]
     assert bool(list((tmp_path / "pages").glob("*/*/*"))) == bool(named)

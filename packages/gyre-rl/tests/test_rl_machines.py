@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from gyre_core import ComponentContext, ConfigError, InfrastructureError, ProcessSpec
 from gyre_rl.procs.address import in_url, is_loopback, own_address
+from gyre_rl.procs.launcher import LocalLauncher
 from gyre_rl.procs.machines import HERE, MachinesLauncher, MachinesOptions, _judge
+from gyre_rl.procs.tether import own_devices
 from gyre_rl.procs.wire import serve
 
 REACHABLE = ComponentContext("/run", "run", address="10.1.2.3")
@@ -98,6 +100,40 @@ async def test_a_cell_starts_on_its_host_with_its_variables_and_nothing_of_ours(
     assert (env["HOST"], env["MORE"], env["X"], env["CUDA_VISIBLE_DEVICES"]) == ("far away", "a b'c", "$HOME", "0,1")
     assert "OURS" not in env
     assert (folder, words) == (str(Path.cwd()), ["-c", str(told)])
+    await launcher.close()
+
+
+def test_devices_that_a_scheduler_gave_are_the_ones_that_are_counted():
+    assert own_devices("0,1", None) == own_devices("0,1", "") == "0,1"
+    assert own_devices("2,3", "4,5,6,7") == "6,7"
+    assert own_devices("0", "GPU-8f3a,GPU-91c0") == "GPU-8f3a"
+    with pytest.raises(IndexError):
+        own_devices("2,3", "4,5,6")
+
+
+async def test_this_machines_own_devices_are_counted_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    launcher, log = LocalLauncher(None, ComponentContext("/run", "run")), tmp_path / "log"
+    words = ["/bin/sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
+    process = await launcher.start(ProcessSpec("cell-0", words, {}, str(log), accelerators=2, cell=0))
+    assert await process.wait() == 0
+    assert log.read_text() == "4,5\n"
+    with pytest.raises(ConfigError, match=r"'cell-1'.*CUDA_VISIBLE_DEVICES=4,5,6"):
+        await launcher.start(ProcessSpec("cell-1", words, {}, str(log), accelerators=2, cell=1))
+    await launcher.close()
+
+
+async def test_what_a_host_gave_and_no_secret_in_the_arguments(ssh, tmp_path):
+    """Variables come by standard input; devices are counted from those that the host's scheduler gave."""
+    script = Path(ssh[0])
+    script.write_text(script.read_text().replace("env -i", "env -i CUDA_VISIBLE_DEVICES=6,7"))
+    options = MachinesOptions(hosts=("a",), command=ssh, environment={"HF_TOKEN": "very secret"})
+    launcher, log = MachinesLauncher(options, REACHABLE), tmp_path / "log"
+    tell = 'echo $CUDA_VISIBLE_DEVICES "$HF_TOKEN"'
+    look = f'{tell}; cat /proc/[0-9]*/cmdline 2>/dev/null | tr -d "\\0" | grep -c "[v]ery secret"'
+    process = await launcher.start(ProcessSpec("cell-0", ["/bin/sh", "-c", look], {}, str(log), accelerators=2, cell=0))
+    await process.wait()
+    assert log.read_text() == "6,7 very secret\n0\n"
     await launcher.close()
 
 
@@ -228,7 +264,10 @@ async def test_a_good_machine_and_a_way_to_it_that_is_broken(ssh, tmp_path):
     launcher._options = MachinesOptions(hosts=("a",), command=("sh", "-c", "echo no such host >&2; exit 255", "{host}"))
     assert await launcher.probe(1, str(run_dir)) == ["a: no Gyre there: no such host (status 255)"]
     launcher._options = MachinesOptions(hosts=("a",), command=("echo", "welcome to", "{host}"))
-    assert "a: another answer: b'welcome to a env" in (await launcher.probe(1, str(run_dir)))[0]
+    assert "a: no Gyre there: welcome to a " in (await launcher.probe(1, str(run_dir)))[0]
+    greets = (*ssh[:1], "a", "echo welcome;", "{host}")
+    launcher._options = MachinesOptions(hosts=("true;",), command=greets)
+    assert await launcher.probe(1, str(run_dir)) == []
     launcher._options = MachinesOptions(hosts=("a",), command=("no-such-command", "{host}"))
     assert "'no-such-command' cannot be started" in (await launcher.probe(1, str(run_dir)))[0]
 

@@ -105,7 +105,7 @@ def test_the_command_shows_the_options_of_a_component(capsys):
     show_options(Console(json=True), "launcher", "local", manager)
     assert json.loads(capsys.readouterr().out) == {"options": []}
     list_plugins(Console(json=True), "launcher", manager)
-    assert [c["kind"] for c in json.loads(capsys.readouterr().out)["components"]] == ["launcher"]
+    assert [c["kind"] for c in json.loads(capsys.readouterr().out)["components"]] == ["launcher"] * 2
     with pytest.raises(ConfigError, match="the kind 'lancher'"):
         list_plugins(Console(), "lancher", manager)
 

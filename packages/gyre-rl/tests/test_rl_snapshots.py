@@ -4,6 +4,9 @@ machine's folders stand under another name here."""
 from __future__ import annotations
 
 import asyncio
+import sys
+from asyncio.subprocess import PIPE
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,13 +45,13 @@ def publish(folder: Path, kind: str, versions: int) -> list[WeightSource]:
     publisher, found = Publisher(kind, folder, keep=9), []
     for version in range(1, versions + 1):
         made = publisher.publish(version, lambda version=version: tensors(version))
-        found.append(WeightSource(version, made.location.replace("there", "gone"), made.kind))
+        found.append(WeightSource(version, made.location.replace("there", "gone"), made.kind, made.digest))
     return found
 
 
 async def test_what_this_machine_has_is_taken_where_it_is(spec, core, tmp_path):
     (source,) = publish(tmp_path / "there", "disk", 1)
-    here = WeightSource(1, source.location.replace("gone", "there"), source.kind)
+    here = replace(source, location=source.location.replace("gone", "there"))
     cell = Snapshots(spec)
     assert await cell.near(here) == here
     await cell.close()
@@ -81,10 +84,61 @@ async def test_cells_of_one_machine_fetch_once(spec, core, tmp_path):
     await core.close()
 
 
+async def test_what_lies_at_the_place_from_an_earlier_life_is_not_taken_for_it(spec, core, tmp_path):
+    """As in shared memory, whose place is the same on every machine and in every life of a run."""
+    (source,) = publish(tmp_path / "there", "disk", 1)
+    stale = Publisher("disk", tmp_path / "gone")
+    stale.publish(1, lambda: tensors(9))
+    cell = Snapshots(spec)
+    near = await cell.near(source)
+    assert near.location != source.location
+    assert open_version(near.location)["a"].numpy()[0, 0] == 1
+    await core.close()
+    assert await cell.near(source) == near, "told apart by its contents, so nobody has to be asked"
+    await cell.close()
+
+
+async def test_a_cell_that_ends_takes_nothing_from_one_that_goes_on(spec, core, tmp_path):
+    """Of one machine, in processes of their own."""
+    (source,) = publish(tmp_path / "there", "disk", 1)
+    cell = Snapshots(spec)
+    near = await cell.near(source)
+    other = (
+        "import asyncio, sys\n"
+        "from gyre_core import WeightSource\n"
+        "from gyre_rl.cell import snapshots\n"
+        "from gyre_rl.procs.child import ChildSpec\n"
+        "snapshots.is_loopback = lambda address: False\n"
+        "async def main():\n"
+        f"    cell = snapshots.Snapshots(ChildSpec('h', 'cell-1', 1, '', '', {spec.run_dir!r}))\n"
+        f"    near = await cell.near(WeightSource(1, {source.location!r}, 'disk', {source.digest!r}))\n"
+        "    print(near.location, flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "    await cell.close()\n"
+        "asyncio.run(main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", other, stdin=PIPE, stdout=PIPE)
+    assert (await process.stdout.readline()).decode().strip() == near.location
+    await cell.close()
+    assert Path(near.location).exists()
+    await process.communicate(b"\n")
+    assert not Path(near.location).exists()
+    await core.close()
+
+
+async def test_a_new_cores_place_is_left_by_the_old_one(spec, core, tmp_path):
+    new = Snapshots(spec)
+    new.offer(str(tmp_path / "there"))
+    await core.close()
+    assert (Path(spec.run_dir) / ENDPOINT).exists()
+    await new.close()
+    assert not (Path(spec.run_dir) / ENDPOINT).exists()
+
+
 async def test_what_nobody_has_is_an_error_that_says_what_to_do(spec, core, tmp_path):
     publish(tmp_path / "there", "disk", 1)
     cell = Snapshots(spec)
-    with pytest.raises(InfrastructureError, match=r"finding policy version 7.*not held here.*same path on all"):
+    with pytest.raises(InfrastructureError, match=r"finding policy version 7.*not held here.*take the newest one"):
         await cell.near(WeightSource(7, str(tmp_path / "gone" / "v7")))
     await core.close()
     with pytest.raises(InfrastructureError, match="finding policy version 1 for a cell at"):

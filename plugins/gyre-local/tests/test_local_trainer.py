@@ -29,6 +29,7 @@ from gyre_local.options import LocalTrainerOptions
 from gyre_local.train import replica
 from gyre_local.train.replica import chosen_objective
 from gyre_local.train.trainer import LocalTrainer
+from gyre_weights import open_version
 from safetensors.torch import load_file, save_file
 
 
@@ -193,7 +194,9 @@ async def test_published_weights_are_the_weights(
         await core.add_contribution(await contribute(core, make_batches(step), f"s{step}", tmp_path))
         await core.step(1.0)
         source = await core.publish(str(tmp_path / "weights"))
-    assert source == WeightSource(4, str(tmp_path / "weights" / "v4"))
+    digest = open_version(source.location).digest
+    assert source == WeightSource(4, str(tmp_path / "weights" / "v4"), "disk", digest)
+    assert digest
     assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["v3", "v4"]
     assert (Path(source.location) / "tokenizer_config.json").exists()
     model = AutoModelForCausalLM.from_pretrained(source.location, dtype=torch.float32)
@@ -346,7 +349,7 @@ async def test_a_checkpoint_that_is_cut_short_is_refused(trainers: Any, tmp_path
     core = await trainers()
     await core.save(str(tmp_path / "ckpt"))
     before = weights_of(core)
-    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+    for name in ("model.safetensors", "optimizer.state", "state.json"):
         path = tmp_path / "ckpt" / name
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])

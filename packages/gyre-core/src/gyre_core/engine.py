@@ -140,6 +140,8 @@ class WeightSource:
     names its base beside it."""
     kind: str = "disk"
     """"disk", "shm" (a folder in this machine's shared memory) or "delta"; what the folder's manifest says counts."""
+    digest: str = ""
+    """Of the contents, where the publisher knows it: tells a version from another one that lay at the same place."""
 
 
 class Engine(KVHolder, Protocol):

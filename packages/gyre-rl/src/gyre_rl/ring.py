@@ -32,7 +32,7 @@ from gyre_tito import Store
 
 from gyre_rl.agents.rests import Rests
 from gyre_rl.config.schema import RunConfig
-from gyre_rl.run.atrest import contributions_at_rest
+from gyre_rl.run.atrest import contributions_at_rest, weights_at_rest
 from gyre_rl.run.directory import RunDirectory
 from gyre_rl.run.feed import Feed
 from gyre_rl.run.parts import Parts, assembled
@@ -108,13 +108,8 @@ async def _run(
 def _first_weights(config: RunConfig, directory: RunDirectory, past: Past | None) -> tuple[WeightSource, str | None]:
     """The model's own weights as version 0, or where the newest checkpoint left off."""
     if past is None or past.version <= 0:
-        return WeightSource(0, str(config.model_dir)), None
-    checkpoint = directory.checkpoint(past.version)
-    published = directory.weights / f"v{past.version}"
-    if not published.is_dir() or published.is_symlink():
-        # It lies in one machine's memory, or did until that restarted: the checkpoint has the same weights for all.
-        published = checkpoint
-    return WeightSource(past.version, str(published)), str(checkpoint)
+        return weights_at_rest(config, directory, 0), None
+    return weights_at_rest(config, directory, past.version), str(directory.checkpoint(past.version))
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,18 @@ def remove(root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
 
 
+def remove_own(root: Path) -> bool:
+    """Give a root's memory back if this process owns it; whether it did. Another that has taken it over may use it."""
+    try:
+        owner = json.loads((root / _OWNER).read_text())
+        mine = (int(owner["pid"]), owner["started"]) == (os.getpid(), _started(os.getpid()))
+    except (OSError, ValueError, KeyError):
+        return False  # removed, or being taken over
+    if mine:
+        remove(root)
+    return mine
+
+
 def sweep(*, base: Path = SHM, abandoned_s: float = ABANDONED_S) -> list[Path]:
     """Remove this user's roots whose owner is gone and which nobody published to for `abandoned_s`, or whose run's
     folder is gone; which were removed."""

@@ -20,7 +20,7 @@ from typing import Any
 from gyre_core.errors import InfrastructureError
 
 STATE = "state.json"
-OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER = "optimizer.state"
 _COPIED = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
     "chat_template*", "*.model",

@@ -359,7 +359,7 @@ class RankTrainer:
             order = Order(self._version, Path(folder), self._weight_files, extras, self.options.keep_versions, source)
             placed = await give(self._versions, order, self._values)
             self.published_bytes = placed.bytes
-            return WeightSource(self._version, placed.location, placed.kind)
+            return WeightSource(self._version, placed.location, placed.kind, placed.digest)
 
         return await self._run("publish", work)
 

@@ -53,6 +53,10 @@ class Placed(Protocol):
         """disk, shm or delta."""
 
     @property
+    def digest(self) -> str:
+        """Of its contents; empty when there is none."""
+
+    @property
     def bytes(self) -> int:
         """Written for it."""
 
@@ -133,6 +137,7 @@ class OnDisk:
     bytes: int
     seconds: float
     kind: str = "disk"
+    digest: str = ""
 
 
 class PlainVersions:

@@ -87,7 +87,7 @@ class CellHost:
         self._calls: dict[str, str] = {}
         self._snapshots = Snapshots(spec)
         self._leases = LeaseWorker(trainer, spec.cell, self._snapshots)
-        self._adding = asyncio.Lock()
+        self._adding, self._syncing = asyncio.Lock(), asyncio.Lock()
         self._counted: dict[str, Contribution] = {}
         """Core: batch id -> the contribution of the step's sum that holds it."""
         endpoints = [
@@ -243,8 +243,9 @@ class CellHost:
     async def sync(self, message: Sync) -> Took:
         """Take another version's weights in the present role."""
         began = time.perf_counter()
-        if self.role is Role.ROLLOUT:
-            await self.engine.update_weights(await self._snapshots.near(message.source))
+        async with self._syncing:  # one after the other in the order asked: an older one never lands last
+            if self.role is Role.ROLLOUT:
+                await self.engine.update_weights(await self._snapshots.near(message.source))
         return Took(time.perf_counter() - began)
 
     # -- sampling --------------------------------------------------------------------------------------------

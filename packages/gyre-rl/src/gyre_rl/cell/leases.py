@@ -20,6 +20,10 @@ from gyre_rl.procs.link import Link
 log = logging.getLogger("gyre.cell")
 
 
+SLOWEST_S = 5.0
+"""Longest wait before a failed lease is given back, when those before it have failed too."""
+
+
 class LeaseWorker:
     """Computes leases in the order they come."""
 
@@ -55,14 +59,18 @@ class LeaseWorker:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _work(self, link: Link) -> None:
+        failures = 0  # in a row: a cell that cannot work must not spin through everybody's micro-batches
         while True:
             lease = await self._queue.get()
             began = time.perf_counter()
             try:
                 done = await self._compute(lease)
+                failures = 0
             except Exception as error:  # boundary: a failed lease returns to the ledger; the cell lives on
                 log.exception("lease %d failed", lease.lease)
                 await self._trainer.discard_contribution()
+                await asyncio.sleep(min(SLOWEST_S, failures * 0.5))
+                failures += 1
                 done = LeaseDone(lease.lease, None, f"{type(error).__name__}: {error}")
             self._recalled.discard(lease.lease)
             try:

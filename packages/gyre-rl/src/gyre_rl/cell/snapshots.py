@@ -9,13 +9,14 @@ machines.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from gyre_core import InfrastructureError, WeightSource
-from gyre_weights import WeightsError
-from gyre_weights.handover import Holder, nearest
-from gyre_weights.shm import own, remove, shm_root
+from gyre_weights import WeightsError, open_version
+from gyre_weights.handover import Endpoint, Holder, nearest
+from gyre_weights.shm import remove_own, shm_root, sweep
 
 from gyre_rl.procs.address import is_loopback
 from gyre_rl.procs.child import ChildSpec
@@ -32,6 +33,7 @@ class Snapshots:
         self._run, self._address = Path(spec.run_dir), spec.address
         self._idle, self._total = idle_s, total_s
         self._holder: Holder | None = None
+        self._endpoint: Endpoint | None = None
         self._fetched: Path | None = None
 
     def offer(self, folder: str) -> None:
@@ -39,36 +41,43 @@ class Snapshots:
         if is_loopback(self._address) or self._holder is not None:
             return
         self._holder = Holder(folder, host=self._address, idle_s=self._idle, total_s=self._total)
-        self._holder.start().save(self._run / ENDPOINT)
+        self._endpoint = self._holder.start()
+        self._endpoint.save(self._run / ENDPOINT)
 
     async def near(self, source: WeightSource) -> WeightSource:
         """`source` as this machine can open it. InfrastructureError when nobody has it, or the fetch fails. In a run of
-        one machine it is what it was: whoever opens it tells what is wrong with it."""
-        if is_loopback(self._address) or Path(source.location).is_dir():
+        one machine it is what it was: whoever opens it tells what is wrong with it. A folder without a digest counts as
+        common to all machines."""
+        if is_loopback(self._address) or (not source.digest and Path(source.location).is_dir()):
             return source
-        return await asyncio.to_thread(self._fetch, source)
+        return await asyncio.to_thread(self._look, source)
 
-    def _fetch(self, source: WeightSource) -> WeightSource:
+    def _look(self, source: WeightSource) -> WeightSource:
         try:
-            into = self._fetched or shm_root(self._run)
+            with suppress(WeightsError):
+                open_version(source.location, version=source.version, digest=source.digest or None)
+                return source
+            sweep()
+            into = shm_root(self._run)
+            self._fetched = into
             found = nearest(
                 source.location, source.version, self._run / ENDPOINT, into,
-                keep=KEEP, idle_s=self._idle, total_s=self._total,
+                digest=source.digest or None, keep=KEEP, idle_s=self._idle, total_s=self._total,
             )  # fmt: skip
-            self._fetched = into
-            own(into, self._run.resolve())
         except (WeightsError, OSError) as error:
             raise InfrastructureError(
                 f"finding policy version {source.version} for a cell at {self._address}", got=str(error),
-                expected=f"the folder {source.location}, or a core that gives it",
-                fix="Folders that a run's file names must have the same path on all its machines.",
+                expected=f"{source.location} on this machine, or a core that gives it",
+                fix=getattr(error, "fix", "") or "Is the core up, and does this machine reach it?",
             ) from error  # fmt: skip
         return replace(source, location=str(found.folder), kind="delta" if found.is_delta else "shm")
 
     async def close(self) -> None:
-        """Give nothing any more, and leave nothing in this machine's memory."""
+        """Give nothing any more, and leave nothing in this machine's memory that no other cell may still use."""
         if self._holder is not None:
             await asyncio.to_thread(self._holder.close)
-            (self._run / ENDPOINT).unlink(missing_ok=True)
+            with suppress(WeightsError):
+                if Endpoint.load(self._run / ENDPOINT) == self._endpoint:  # another core may have taken the place
+                    (self._run / ENDPOINT).unlink(missing_ok=True)
         if self._fetched is not None:
-            await asyncio.to_thread(remove, self._fetched)
+            await asyncio.to_thread(remove_own, self._fetched)

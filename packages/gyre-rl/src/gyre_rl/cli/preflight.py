@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import os
 import socket
 import tempfile
@@ -92,11 +93,13 @@ def port_problems(config: RunConfig) -> Iterator[Problem]:
 
 def network_problems(config: RunConfig) -> Iterator[Problem]:
     """The run's own address."""
+    got, expected = repr(config.network.address), "expected one address of this machine"
     try:
-        listening(config.network.address, 0).close()
+        with listening(config.network.address, 0) as sock:
+            if ipaddress.ip_address(sock.getsockname()[0]).is_unspecified:
+                yield Problem("network.address", f"got {got}, which stands for all addresses; {expected}")
     except OSError as error:
-        got = f"{config.network.address!r} ({error.strerror or error})"
-        yield Problem("network.address", f"got {got}, expected an address of this machine")
+        yield Problem("network.address", f"got {got} ({error.strerror or error}), {expected}")
 
 
 def launcher_problems(config: RunConfig, run_dir: Path) -> Iterator[Problem]:

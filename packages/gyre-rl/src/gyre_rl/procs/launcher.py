@@ -13,7 +13,9 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from gyre_core import ComponentContext, InfrastructureError, ProcessHandle, ProcessSpec
+from gyre_core import ComponentContext, ConfigError, InfrastructureError, ProcessHandle, ProcessSpec
+
+from gyre_rl.procs.tether import DEVICES, own_devices
 
 
 class LocalProcess:
@@ -47,7 +49,8 @@ class LocalProcess:
 
 
 class Devices:
-    """Which of a machine's accelerators belong to which process. One that comes back gets the ones it had."""
+    """Which of a machine's accelerators belong to which process, counted from 0. One that comes back gets the ones it
+    had."""
 
     def __init__(self) -> None:
         self._taken: dict[str, range] = {}
@@ -59,7 +62,7 @@ class Devices:
         if spec.name not in self._taken:
             first = sum(len(taken) for taken in self._taken.values())
             self._taken[spec.name] = range(first, first + spec.accelerators)
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._taken[spec.name]))}
+        return {DEVICES: ",".join(map(str, self._taken[spec.name]))}
 
 
 class LocalLauncher:
@@ -72,7 +75,17 @@ class LocalLauncher:
     async def start(self, spec: ProcessSpec) -> ProcessHandle:
         """Start it with output to `spec.log_path`; raises InfrastructureError if the program cannot be started."""
         log = Path(spec.log_path or os.devnull)
-        env = {**os.environ, **self._devices.env(spec), **spec.env}
+        devices = self._devices.env(spec)
+        if devices:
+            try:
+                devices[DEVICES] = own_devices(devices[DEVICES], os.environ.get(DEVICES))
+            except IndexError as error:
+                raise ConfigError(
+                    f"starting the process {spec.name!r}", got=f"{DEVICES}={os.environ[DEVICES]}",
+                    expected=f"{spec.accelerators} more accelerators for it",
+                    fix="Lower cells.count or cells.accelerators, or give the run more of them.",
+                ) from error  # fmt: skip
+        env = {**os.environ, **devices, **spec.env}
         try:
             with log.open("ab") as output:
                 process = await asyncio.create_subprocess_exec(

@@ -16,12 +16,12 @@ import shlex
 import signal
 import sys
 import tempfile
-from asyncio.subprocess import DEVNULL, PIPE
+from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from gyre_core import ComponentContext, ConfigError, InfrastructureError, ProcessHandle, ProcessSpec
 
@@ -40,6 +40,7 @@ KILL_S = 10.0
 
 PROBE_S = 60.0
 """How long a host may take to tell of itself."""
+LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,16 @@ class MachinesOptions:
     hosts: tuple[str, ...]
     """Machines, by the names that `command` knows; "localhost" is the run's own."""
     cells_per_host: int = 1
-    command: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", PLACE)
+    command: tuple[str, ...] = (
+        "ssh",
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        "ConnectTimeout=10",
+        "-o",
+        "ServerAliveInterval=10",
+        PLACE,
+    )
     """Words that run a program on a host, its words following; "{host}" is the host's name. It must hand its standard
     input on, as ssh and srun do."""
     shell: bool = True
@@ -57,7 +67,8 @@ class MachinesOptions:
     python: str = ""
     """Interpreter that has Gyre, on every other host; empty: the path of this one."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for the cells there, beside those that the run sets. This process's own stay here."""
+    """Variables for the cells there, beside those that the run sets. This process's own stay here. They travel by
+    standard input, so that nobody reads them from a process's arguments."""
 
     def __post_init__(self) -> None:
         wrong = ""
@@ -79,16 +90,15 @@ class MachinesOptions:
             )  # fmt: skip
         return self.hosts[cell // self.cells_per_host]
 
-    def words(self, host: str, spec: ProcessSpec, env: Mapping[str, str], folder: str) -> list[str]:
+    def words(self, host: str, spec: ProcessSpec, folder: str) -> list[str]:
         """The whole command that starts `spec` on `host`, held by a tether."""
         python = self.python or sys.executable
         program = [python, *spec.argv[1:]] if spec.argv[0] == sys.executable else list(spec.argv)
-        return self.there(host, env, "gyre_rl.procs.tether", "--folder", folder, "--", *program)
+        return self.there(host, "gyre_rl.procs.tether", "--folder", folder, "--", *program)
 
-    def there(self, host: str, env: Mapping[str, str], *module: str) -> list[str]:
+    def there(self, host: str, *module: str) -> list[str]:
         """The whole command that runs a Python module with its arguments on `host`."""
-        variables = [f"{name}={value}" for name, value in sorted((*env.items(), *self.environment.items()))]
-        inner = ["env", *variables, self.python or sys.executable, "-m", *module]
+        inner = [self.python or sys.executable, "-m", *module]
         outer = [word.replace(PLACE, host) for word in self.command]
         return [*outer, *(map(shlex.quote, inner) if self.shell else inner)]
 
@@ -130,11 +140,27 @@ class TetheredProcess:
         return await self.wait()
 
 
+def _answer_in(file: IO[bytes]) -> Mapping[str, Any] | None:
+    """What a probe told, among whatever else a host says to who comes in."""
+    file.seek(0)
+    for line in file.read().splitlines(keepends=True):
+        with contextlib.suppress(ValueError):
+            found = json.loads(line) if line.endswith(b"\n") else None
+            if isinstance(found, dict) and "version" in found:
+                return found
+    return None
+
+
+def _last_line(file: IO[bytes]) -> str:
+    file.seek(0)
+    return (file.read().decode(errors="replace").strip().splitlines() or [""])[-1]
+
+
 async def _judge(told: Mapping[str, Any]) -> str:
     """What is wrong with a machine that told this of itself."""
+    if told["version"] != version("gyre-rl"):
+        return f"it has gyre-rl {told['version']}, and this machine {version('gyre-rl')}"
     found = Found(**told)
-    if found.version != version("gyre-rl"):
-        return f"it has gyre-rl {found.version}, and this machine {version('gyre-rl')}"
     if found.reaches:
         return f"it does not reach this machine ({found.reaches}): see [network] address"
     if not found.sees:
@@ -170,8 +196,8 @@ class MachinesLauncher:
         if host == HERE:
             return await self._here.start(spec)
         devices = self._devices.setdefault(host, Devices())
-        env = {**devices.env(spec), **spec.env}
-        words = self._options.words(host, spec, env, os.getcwd())
+        env = {**devices.env(spec), **spec.env, **self._options.environment}
+        words = self._options.words(host, spec, os.getcwd())
         try:
             with Path(spec.log_path or os.devnull).open("ab") as output:
                 process = await asyncio.create_subprocess_exec(
@@ -181,6 +207,8 @@ class MachinesLauncher:
             raise InfrastructureError(
                 f"starting the process {spec.name!r} on {host} with {words[0]!r}", got=str(error)
             ) from error
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(env).encode() + b"\n")
         handle = TetheredProcess(process, spec.name)
         self._started.append(handle)
         return handle
@@ -195,37 +223,44 @@ class MachinesLauncher:
         if not hosts:
             return ()
         folder = next(path for path in (Path(run_dir), *Path(run_dir).parents) if path.is_dir())
-        with (
-            tempfile.NamedTemporaryFile(dir=folder, prefix=".gyre-seen-") as mark,
-            listening(self._address, 0) as server,
-        ):
-            server.listen(len(hosts))
-            url = f"http://{in_url(self._address)}:{server.getsockname()[1]}"
-            told = await asyncio.gather(*(self._probe(host, url, mark.name) for host in sorted(hosts)))
+        try:
+            with (
+                tempfile.NamedTemporaryFile(dir=folder, prefix=".gyre-seen-") as mark,
+                listening(self._address, 0) as server,
+            ):
+                server.listen(len(hosts))
+                url = f"http://{in_url(self._address)}:{server.getsockname()[1]}"
+                told = await asyncio.gather(*(self._probe(host, url, mark.name) for host in sorted(hosts)))
+        except OSError as error:
+            return [f"got {error.strerror or error} for a file in {folder} or a port of {self._address}"]
         return [f"{host}: {problem}" for host, problem in zip(sorted(hosts), told, strict=True) if problem]
 
     async def _probe(self, host: str, url: str, mark: str) -> str:
-        """What is wrong with a host; empty when nothing is."""
-        words = self._options.there(host, {}, "gyre_rl.procs.probe", url, mark)
-        try:
-            process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
-        except OSError as error:
-            return f"{words[0]!r} cannot be started ({error})"
-        assert process.stdout is not None
-        try:
-            async with asyncio.timeout(PROBE_S):
-                line = await process.stdout.readline()
-                if not line:
-                    _, said = await process.communicate()
-                    last = said.decode(errors="replace").strip().splitlines()[-1:] or ["without a word"]
-                    return f"no Gyre there: {last[0]} (status {process.returncode})"
-                return await _judge(json.loads(line))
-        except (TimeoutError, ValueError) as error:
-            return f"no answer in {PROBE_S:.0f} s" if isinstance(error, TimeoutError) else f"another answer: {line!r}"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        """What is wrong with a host; empty when nothing is. Its words go to files: whatever the command leaves behind
+        may keep a pipe open for ever."""
+        spec = ProcessSpec("probe", [sys.executable, "-m", "gyre_rl.procs.probe", url, mark])
+        words = self._options.words(host, spec, os.getcwd())
+        with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as said:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *words, stdin=PIPE, stdout=told, stderr=said, start_new_session=True
+                )
+            except OSError as error:
+                return f"{words[0]!r} cannot be started ({error})"
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(dict(self._options.environment)).encode() + b"\n")
+            tethered = TetheredProcess(process, "probe")
+            try:
+                async with asyncio.timeout(PROBE_S):
+                    while (found := _answer_in(told)) is None and process.returncode is None:
+                        await asyncio.sleep(LOOK_S)
+                    if found := found or _answer_in(told):
+                        return await _judge(found)
+            except TimeoutError:
+                return f"no answer in {PROBE_S:.0f} s; it said {_last_line(said) or 'nothing'}"
+            finally:
+                await tethered.terminate(0.0)
+            return f"no Gyre there: {_last_line(said) or _last_line(told) or 'no word'} (status {process.returncode})"
 
     async def close(self) -> None:
         """End all, at once."""

@@ -15,6 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gyre_core import InfrastructureError
+
 from gyre_rl.procs.address import own_address
 
 PATIENCE_S = 20.0
@@ -35,10 +37,19 @@ class Found:
     """The run's directory is there."""
 
 
+def _tell(found: Found) -> None:
+    sys.stdout.write(json.dumps(asdict(found)) + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Look, tell, wait for the way back."""
     url, file = sys.argv[1:]
-    there, address = urlsplit(url), own_address(url)
+    try:
+        there, address = urlsplit(url), own_address(url)
+    except InfrastructureError as error:
+        _tell(Found(version("gyre-rl"), "", 0, error.got, Path(file).is_file()))
+        return
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as server:
         server.settimeout(PATIENCE_S)
@@ -48,8 +59,7 @@ def main() -> None:
         except OSError as error:
             reaches = str(error)
         found = Found(version("gyre-rl"), address, server.getsockname()[1], reaches, Path(file).is_file())
-        sys.stdout.write(json.dumps(asdict(found)) + "\n")
-        sys.stdout.flush()
+        _tell(found)
         with suppress(OSError):
             server.accept()[0].close()
 

@@ -1,21 +1,27 @@
 """Holds a process of a run on another machine: `python -m gyre_rl.procs.tether [--folder DIR] -- PROGRAM ...`.
 
-Whoever started this from afar holds its standard input. Invariant: when that ends, for whatever reason (the run was
-killed, the connection broke), the program and all of its session are killed; the word "end" asks it to end by itself.
-Exit status: the program's, 128 plus the number for a signal. Not here: how it was started from afar.
+Whoever started this from afar holds its standard input, whose first line are the program's own variables (JSON), so
+that they stand in no process's arguments. Invariant: when that input ends, for whatever reason (the run was killed, the
+connection broke), the program is asked to end and, GRACE_S later, killed with its process group; the word "end" only
+asks. Exit status: the program's, 128 plus the number for a signal. Not here: how it was started from afar.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 END = b"end\n"
+GRACE_S = 5.0
+"""How long a program may take to put its things in order once nobody holds it any more."""
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def _signal(pid: int, number: int) -> None:
@@ -23,10 +29,33 @@ def _signal(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
+def _variables() -> dict[str, str]:
+    """This process's own, and those that came first on its standard input. Of accelerators that the machine's own
+    scheduler gave, the wanted ones are counted from the first of those."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(sys.stdin.fileno(), 1)):  # nothing of what follows is taken
+        line += byte
+    wanted = dict(json.loads(line))
+    if DEVICES in wanted:
+        wanted[DEVICES] = own_devices(wanted[DEVICES], os.environ.get(DEVICES))
+    return os.environ | wanted
+
+
+def own_devices(wanted: str, given: str | None) -> str:
+    """Which of the devices `given` (the value of CUDA_VISIBLE_DEVICES, None: all there are) the indices `wanted` mean.
+    IndexError when there are too few."""
+    if not given:
+        return wanted
+    there = given.split(",")
+    return ",".join(there[int(index)] for index in wanted.split(","))
+
+
 def _follow(pid: int) -> None:
     while words := os.read(sys.stdin.fileno(), 4096):  # unbuffered: a buffer's lock would abort this process at its end
         if END in words:
             _signal(pid, signal.SIGTERM)
+    _signal(pid, signal.SIGTERM)
+    time.sleep(GRACE_S)
     _signal(pid, signal.SIGKILL)
 
 
@@ -37,8 +66,10 @@ def main() -> int:
     parser.add_argument("program", nargs="+")
     args = parser.parse_args()
     try:
-        child = subprocess.Popen(args.program, cwd=args.folder, stdin=subprocess.DEVNULL, start_new_session=True)
-    except OSError as error:
+        child = subprocess.Popen(
+            args.program, cwd=args.folder, env=_variables(), stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    except (OSError, ValueError, IndexError) as error:
         sys.stderr.write(f"starting {args.program[0]!r} in {args.folder!r}: {error}\n")
         return 127
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

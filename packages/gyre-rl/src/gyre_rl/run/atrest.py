@@ -1,6 +1,7 @@
-"""Contributions that lie in the run directory: what an earlier life committed to a step that was not applied.
+"""What lies in the run directory for whoever starts anew: weights, and contributions to a step that was not applied.
 
-Invariant: a contribution is at rest only as a whole (its record is written after its tensors). Pure reading.
+Invariant: a contribution is at rest only as a whole (its record is written after its tensors); weights at rest can be
+opened on every machine of the run. Pure reading.
 """
 
 from __future__ import annotations
@@ -8,11 +9,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from gyre_core import Contribution
+from gyre_core import Contribution, WeightSource
 
+from gyre_rl.config.schema import RunConfig
 from gyre_rl.run.directory import RunDirectory
 
 SUFFIX = ".contribution.json"
+
+
+def weights_at_rest(config: RunConfig, directory: RunDirectory, version: int) -> WeightSource:
+    """Version 0 is the model's own; a later one must have a checkpoint."""
+    if version <= 0:
+        return WeightSource(0, str(config.model_dir))
+    published = directory.weights / f"v{version}"
+    if not published.is_dir() or published.is_symlink():
+        # It lies in one machine's memory, or did until its trainer ended: the checkpoint has the same weights for all.
+        published = directory.checkpoint(version)
+    return WeightSource(version, str(published))
 
 
 def keep_record(folder: Path, contribution: Contribution) -> None:

@@ -112,7 +112,11 @@ class Cells:
         child = await self.fleet.start(
             name, HOST, msgspec.to_builtins(body), env=env, accelerators=cells.accelerators, cell=index_of(name)
         )
-        ready = await self.fleet.ready(child, CellReady, cells.start_s)
+        try:
+            ready = await self.fleet.ready(child, CellReady, cells.start_s)
+        except InfrastructureError:
+            await self.fleet.stop(child)  # it may become ready later, and nobody would know it
+            raise
         self.infos[child.id] = CellInfo(child, core, ready)
         return child.id
 
@@ -134,6 +138,10 @@ class Cells:
     def lost(self, cell: CellId) -> CellInfo | None:
         """Forget a cell."""
         return self.infos.pop(CellId(*cell), None)
+
+    async def end(self, cell: CellId) -> None:
+        """Have its process end, which is noticed as any death is."""
+        await self.info(cell).child.process.terminate()
 
     async def _ask(self, cell: CellId, path: str, message: Any, as_type: type[T], timeout_s: float = 60.0) -> T:
         return await self.info(cell).child.reach().call(path, message, as_type, timeout_s=timeout_s)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from gyre_core import CellId, Role
+from gyre_core import CellId, GyreError, Role
 from gyre_sched import CellId as SchedCell
 from gyre_sched import MoveReport
 from gyre_sched import Role as SchedRole
@@ -21,6 +21,9 @@ from gyre_rl.run.cells import Cells
 from gyre_rl.run.rollout import Rollout
 from gyre_rl.run.training import Training
 from gyre_rl.views.events import SessionMoved, StepSealed, Switched, WeightsSynced
+
+STUCK_S = 120.0
+"""How long a rollout cell may fail to load weights (its core may be starting anew) before it is ended."""
 
 
 @dataclass(slots=True)
@@ -51,6 +54,8 @@ class RunDriver:
     evaluations: dict[str, asyncio.Event] = field(default_factory=dict)
     """Evaluation groups and whether all their executions have ended."""
     _drain_began: dict[CellId, float] = field(default_factory=dict)
+    _stuck: dict[SchedCell, float] = field(default_factory=dict)
+    """Cells that cannot load weights, and since when."""
 
     async def drain(self, cell: SchedCell) -> None:
         """Stop the intake of a rollout cell."""
@@ -98,10 +103,26 @@ class RunDriver:
         return report
 
     async def sync_weights(self, cell: SchedCell, version: int) -> float:
-        """Load a version on a rollout cell."""
-        seconds = await self.cells.sync(_core(cell), version)
+        """Load a version on a rollout cell. One that cannot for STUCK_S is ended: everybody would wait for it."""
+        try:
+            seconds = await self.cells.sync(_core(cell), version)
+        except GyreError as error:
+            await self._cannot_load(cell, error)
+            raise
+        self._stuck.pop(cell, None)
         self.bus.emit(WeightsSynced(str(cell), version, seconds))
         return seconds
+
+    async def _cannot_load(self, cell: SchedCell, error: GyreError) -> None:
+        """Tell the first time; in the end have it start anew."""
+        now = time.monotonic()
+        began = self._stuck.setdefault(cell, now)
+        if began == now:
+            self.bus.notice(f"{cell} could not load weights and is asked again: {error}")
+        elif now - began > STUCK_S:
+            del self._stuck[cell]
+            self.bus.notice(f"{cell} could not load weights for {STUCK_S:.0f} s and is ended: {error}")
+            await self.cells.end(_core(cell))
 
     async def admit(self, group: str, version: int) -> None:
         """Start a group."""

@@ -42,6 +42,7 @@ from gyre_rl.procs.fleet import Child, Fleet
 from gyre_rl.procs.wire import Empty, unpack
 from gyre_rl.proxy.backend import CallOver, Route, RouteAsk
 from gyre_rl.proxy.host import ProxyBody, ProxyReady
+from gyre_rl.run.atrest import weights_at_rest
 from gyre_rl.run.bus import EventBus
 from gyre_rl.run.cells import Cells, plain
 from gyre_rl.run.directory import RunDirectory
@@ -54,6 +55,8 @@ from gyre_rl.views.events import CellStateChanged, RunStarted
 
 log = logging.getLogger("gyre.run")
 AGENTS, PROXY = "agents", "proxy"
+RESTART_S = 10.0
+"""Between two tries to start a cell again that could not be started."""
 
 
 @dataclass(slots=True)
@@ -269,15 +272,22 @@ class Parts:
         )
 
     async def _restart(self, name: str, core: bool) -> None:
-        try:
-            if name in (AGENTS, PROXY):
-                await self.start_helper(self.agents if name == AGENTS else self.proxy)
-            else:
+        if name in (AGENTS, PROXY):
+            await self.start_helper(self.agents if name == AGENTS else self.proxy)
+            return
+        while True:
+            try:
                 await self._restart_cell(name, core)
-        except GyreError as error:
-            if core or name in (AGENTS, PROXY):
-                raise
-            self.bus.notice(f"{name} could not be started again: {error}")
+                return
+            except GyreError as error:
+                if core:
+                    raise
+                self.bus.notice(f"{name} could not be started again: {error}")
+                self.restarts[name] += 1
+                if self.restarts[name] > self.config.cells.restarts:
+                    self.bus.notice(f"{name}: no try is left; the run goes on without it")
+                    return
+            await asyncio.sleep(RESTART_S)
 
     async def _restart_cell(self, name: str, core: bool) -> None:
         version = self.training.applied
@@ -292,6 +302,7 @@ class Parts:
                     fix="Set checkpoint.every = 1 to survive the core's death within a run.",
                 )
             restore = str(self.directory.checkpoint(version)) if version > 0 else None
+            self.cells.sources[version] = weights_at_rest(self.config, self.directory, version)
         role = Role.TRAIN if core else Role.ROLLOUT
         cell = await self.cells.start(name, role, self.cells.sources[self.training.applied], core=core, restore=restore)
         self.join(cell)

@@ -19,7 +19,7 @@ from gyre_weights.folder import write_extras
 from gyre_local.files import checksum, json_text, save_tensors, write_json
 
 WEIGHTS = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER = "optimizer.state"
 STATE = "state.json"
 _COPIED = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",

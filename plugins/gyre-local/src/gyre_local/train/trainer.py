@@ -214,7 +214,7 @@ class LocalTrainer:
             spare = [self._replica.source_folder]
             made = self._publisher.publish(self.version, lambda: self._replica.parameters, self._files, spare)
             self.published_bytes = made.bytes
-            return WeightSource(self.version, made.location, made.kind)
+            return WeightSource(self.version, made.location, made.kind, made.digest)
 
         return await self._run("publish", work)
 
