@@ -123,8 +123,9 @@ def left_in_memory(root: Path) -> list[Path]:
     return [path.parent for path in owners if str(root) in path.read_text()]
 
 
-@ways
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "way"), [(signal.SIGKILL, "disk"), (signal.SIGKILL, "memory"), (signal.SIGINT, "memory")]
+)
 def test_a_run_that_is_killed_whole_goes_on(tmp_path: Path, number: signal.Signals, way: str) -> None:
     """kill -9 and Ctrl-C in mid-step, then `gyre resume`: every group trains once, what had ended is not run again."""
     root = tmp_path / "run"
