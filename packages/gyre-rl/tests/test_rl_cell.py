@@ -9,7 +9,7 @@ import pytest
 from gyre_core import EngineLoad, InfrastructureError, Role, WeightSource
 from gyre_rl.cell import host as cell_host
 from gyre_rl.cell.host import CellHost
-from gyre_rl.cell.messages import CellBody, Failing, LoadEvent
+from gyre_rl.cell.messages import CellBody, Failing, LoadEvent, Sync
 from gyre_rl.procs.child import ChildSpec
 
 LOAD = EngineLoad(8, 0, 0, 1024, 0, 0)
@@ -69,3 +69,33 @@ async def test_a_passing_fault_ends_nothing() -> None:
     task.cancel()
     assert not link.closed
     assert link.sent[0] == ("load", LoadEvent(LOAD))
+
+
+class Loading:
+    """An engine that takes weights when it is let, and a fetch that is as long as it is told to be."""
+
+    def __init__(self) -> None:
+        self.version, self.took = 4, []
+        self.fetched = {5: asyncio.Event(), 6: asyncio.Event()}
+
+    async def near(self, source: WeightSource) -> WeightSource:
+        await self.fetched[source.version].wait()
+        return source
+
+    async def update_weights(self, source: WeightSource) -> None:
+        self.version = source.version
+        self.took.append(source.version)
+
+
+async def test_versions_are_taken_in_the_order_in_which_they_were_asked_for() -> None:
+    """Also when the fetch of the older one outlasts the patience of who asked, and the newer one is there at once."""
+    engine = Loading()
+    host = host_of(engine)  # type: ignore[arg-type]
+    host._snapshots = engine  # type: ignore[assignment]
+    older, newer = (asyncio.create_task(host.sync(Sync(WeightSource(version, "x")))) for version in (5, 6))
+    engine.fetched[6].set()
+    await asyncio.sleep(0.05)
+    assert engine.took == []
+    engine.fetched[5].set()
+    await asyncio.gather(older, newer)
+    assert (engine.took, engine.version) == ([5, 6], 6)
