@@ -24,6 +24,7 @@ LEAVES = ("gyre_sched", "gyre_tito", "gyre_loss", "gyre_kvxfer", "gyre_weights")
 HEAVY = ("torch", "transformers", "sglang", "vllm", "megatron", "deepspeed", "ray", "cupy", "renderers", "verifiers")
 ENVIRONMENT = {
     "packages/gyre-rl/src/gyre_rl/procs/launcher.py": "a child inherits the environment it was started in",
+    "packages/gyre-rl/src/gyre_rl/procs/tether.py": "so does one on another machine",
 }
 """Files beside settings.py that may look at the environment, and why."""
 ELSEWHERE = {
