@@ -106,13 +106,17 @@ def test_kill_9_of_the_core_in_mid_step(tmp_path: Path, way: str) -> None:
     assert left_in_memory(tmp_path) == []
 
 
-def test_a_core_that_ends_in_order_comes_back(tmp_path: Path) -> None:
-    """As when its machine is shut down: its trainer gave the memory back in which the run's newest weights were."""
+@pytest.mark.parametrize("way", ["memory", "delta"])
+def test_a_core_that_ends_in_order_comes_back(tmp_path: Path, way: str) -> None:
+    """As when its machine is shut down: its trainer gave the memory back in which the run's newest weights were, or
+    published what changed alone."""
 
     def when(event: ev.Event) -> str | None:
         return "cell-0#1" if isinstance(event, ev.Contributed) and event.step == 1 else None
 
-    summary, probe, victim = run_with(tmp_path, when, *WAYS["memory"], number=signal.SIGTERM)
+    summary, probe, victim = run_with(
+        tmp_path, when, *{**WAYS, "delta": ("trainer.publish=delta",)}[way], number=signal.SIGTERM
+    )
     check_whole(summary, probe, victim, tmp_path)
     assert left_in_memory(tmp_path) == []
 

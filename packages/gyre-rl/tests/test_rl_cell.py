@@ -9,7 +9,7 @@ import pytest
 from gyre_core import EngineLoad, InfrastructureError, Role, WeightSource
 from gyre_rl.cell import host as cell_host
 from gyre_rl.cell.host import CellHost
-from gyre_rl.cell.messages import CellBody, Failing, LoadEvent, Sync
+from gyre_rl.cell.messages import CellBody, Failing, LoadEvent, SwitchTo, Sync
 from gyre_rl.procs.child import ChildSpec
 
 LOAD = EngineLoad(8, 0, 0, 1024, 0, 0)
@@ -99,3 +99,36 @@ async def test_versions_are_taken_in_the_order_in_which_they_were_asked_for() ->
     engine.fetched[5].set()
     await asyncio.gather(older, newer)
     assert (engine.took, engine.version) == ([5, 6], 6)
+
+
+class Turning(Loading):
+    """An engine that sleeps and wakes, and a trainer that takes over."""
+
+    async def sleep(self) -> None:
+        self.took.append(-1)
+
+    async def wake(self, source: WeightSource) -> None:
+        self.took.append(source.version)
+
+
+async def test_a_turn_that_is_undone_ends_where_it_began() -> None:
+    """Whoever asked for it gave up while the weights were fetched, and asks for the way back."""
+    engine = Turning()
+    host = host_of(engine)  # type: ignore[arg-type]
+    host._snapshots, host._engine_up, host._trainer_up = engine, True, True  # type: ignore[assignment]
+
+    async def nothing(*_: Any) -> None:
+        return None
+
+    trainer: Any = type("Trainer", (), {"version": 5, "onload": nothing, "offload": nothing})()
+    host.trainer = trainer
+    host._leases.flush = nothing  # type: ignore[method-assign]
+    there = asyncio.create_task(host.switch(SwitchTo(Role.TRAIN, WeightSource(5, "x"))))
+    await asyncio.sleep(0.05)
+    back = asyncio.create_task(host.switch(SwitchTo(Role.ROLLOUT, WeightSource(6, "x"))))
+    engine.fetched[6].set()
+    await asyncio.sleep(0.05)
+    assert not back.done(), "it has nothing to undo yet"
+    engine.fetched[5].set()
+    await asyncio.gather(there, back)
+    assert (host.role, engine.took) == (Role.ROLLOUT, [-1, 6])

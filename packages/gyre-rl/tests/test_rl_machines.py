@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import sys
 import time
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from gyre_core import ComponentContext, ConfigError, InfrastructureError, ProcessSpec
+from gyre_rl.procs import sockets
 from gyre_rl.procs.address import in_url, is_loopback, own_address
 from gyre_rl.procs.launcher import LocalLauncher
 from gyre_rl.procs.machines import HERE, MachinesLauncher, MachinesOptions, _judge
@@ -178,7 +180,8 @@ async def stubborn(launcher, tmp_path: Path) -> tuple:
     return process, [int(pid) for pid in mark.read_text().split()], mark
 
 
-async def test_one_that_will_not_end_is_asked_then_killed_with_its_children(ssh, tmp_path):
+async def test_one_that_will_not_end_is_asked_then_killed_with_its_children(ssh, tmp_path, monkeypatch):
+    monkeypatch.setattr("gyre_rl.procs.machines.KILL_S", 120.0)
     launcher = MachinesLauncher(MachinesOptions(hosts=("a",), command=ssh), REACHABLE)
     process, pids, mark = await stubborn(launcher, tmp_path)
     assert await process.terminate(grace_s=1.0) == 128 + signal.SIGKILL
@@ -270,6 +273,22 @@ async def test_a_good_machine_and_a_way_to_it_that_is_broken(ssh, tmp_path):
     assert await launcher.probe(1, str(run_dir)) == []
     launcher._options = MachinesOptions(hosts=("a",), command=("no-such-command", "{host}"))
     assert "'no-such-command' cannot be started" in (await launcher.probe(1, str(run_dir)))[0]
+
+
+def test_the_kernel_watches_connections_of_both_sides():
+    with sockets.listening("127.0.0.1", 0) as server, socket.create_connection(_listen(server)) as client:
+        accepted, _ = server.accept()
+        sockets.watch(client)
+        with accepted:
+            for end in (client, accepted):
+                assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == sockets.IDLE_S
+                assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * sockets.SILENCE_S <= 60_000
+
+
+def _listen(server: socket.socket) -> tuple[str, int]:
+    server.listen()
+    return server.getsockname()
 
 
 async def test_a_process_finds_the_address_on_its_way_to_the_run():

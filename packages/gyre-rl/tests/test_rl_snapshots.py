@@ -98,7 +98,8 @@ async def test_what_lies_at_the_place_from_an_earlier_life_is_not_taken_for_it(s
     await cell.close()
 
 
-async def test_a_cell_that_ends_takes_nothing_from_one_that_goes_on(spec, core, tmp_path):
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_cell_that_ends_takes_nothing_from_one_that_goes_on(spec, core, tmp_path, first):
     """Of one machine, in processes of their own."""
     (source,) = publish(tmp_path / "there", "disk", 1)
     cell = Snapshots(spec)
@@ -119,9 +120,10 @@ async def test_a_cell_that_ends_takes_nothing_from_one_that_goes_on(spec, core, 
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", other, stdin=PIPE, stdout=PIPE)
     assert (await process.stdout.readline()).decode().strip() == near.location
-    await cell.close()
+    leaving, staying = (cell.close, lambda: process.communicate(b"\n"))[:: 1 if first else -1]
+    await leaving()
     assert Path(near.location).exists()
-    await process.communicate(b"\n")
+    await staying()
     assert not Path(near.location).exists()
     await core.close()
 
@@ -144,6 +146,18 @@ async def test_what_nobody_has_is_an_error_that_says_what_to_do(spec, core, tmp_
     with pytest.raises(InfrastructureError, match="finding policy version 1 for a cell at"):
         await cell.near(WeightSource(1, str(tmp_path / "gone" / "v1")))
     await cell.close()
+
+
+async def test_a_place_that_somebody_else_made_is_refused(spec, core, tmp_path, monkeypatch):
+    (source,) = publish(tmp_path / "there", "disk", 1)
+    cell = Snapshots(spec)
+    monkeypatch.setattr("os.getuid", lambda: 54_321)
+    with pytest.raises(InfrastructureError, match="a folder of user 54321"):
+        await cell.near(source)
+    await cell.close()
+    for left in Path("/dev/shm").glob("gyre-weights-54321-*"):
+        left.rmdir()
+    await core.close()
 
 
 async def test_a_run_of_one_machine_opens_nothing_and_changes_no_source(tmp_path):

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from gyre_core import CellId, InfrastructureError, Role, WeightSource
+from gyre_core import CellId, ConfigError, InfrastructureError, Role, WeightSource
 from gyre_rl.cell.leases import LeaseWorker
 from gyre_rl.cell.messages import CellReady, Lease
 from gyre_rl.config import load
@@ -20,6 +21,7 @@ from gyre_rl.run.directory import RunDirectory
 from gyre_rl.run.driver import RunDriver
 from gyre_rl.run.parts import Parts
 from gyre_sched import CellId as SchedCell
+from gyre_weights import Publisher, open_version
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 FAULT = InfrastructureError("loading weights", got="a memory that is full")
@@ -132,10 +134,19 @@ def test_weights_at_rest_are_what_every_machine_can_open(tmp_path):
     assert weights_at_rest(config, directory, 3).location == str(directory.checkpoint(3))
     published.unlink()
     published.mkdir()
-    assert weights_at_rest(config, directory, 3) == WeightSource(3, str(published))
+    assert weights_at_rest(config, directory, 3).location == str(directory.checkpoint(3)), "nothing is in it"
+    tensors = {"a": np.ones((512, 512), np.float32)}
+    publisher = Publisher("delta", directory.weights)
+    publisher.publish(3, lambda: tensors)
+    digest = open_version(published).digest
+    assert weights_at_rest(config, directory, 3) == WeightSource(3, str(published), "disk", digest)
+    tensors["a"][0, 0] = 2
+    assert publisher.publish(4, lambda: tensors).kind == "delta"
+    assert weights_at_rest(config, directory, 4).location == str(directory.checkpoint(4)), "which is whole"
 
 
-async def test_a_start_that_took_too_long_leaves_no_process(tmp_path):
+@pytest.mark.parametrize("error", [InfrastructureError, ConfigError, asyncio.CancelledError])
+async def test_a_start_that_fails_leaves_no_process(tmp_path, error):
     stopped = []
 
     async def start(name: str, host: str, body: Any, **more: Any) -> Any:
@@ -143,14 +154,14 @@ async def test_a_start_that_took_too_long_leaves_no_process(tmp_path):
         return SimpleNamespace(id=CellId(name, 1))
 
     async def ready(child: Any, kind: type, timeout_s: float) -> CellReady:
-        raise InfrastructureError(f"starting {child.id}", got="no sign of readiness in 0 s")
+        raise error(f"starting {child.id}")
 
     async def stop(child: Any) -> None:
         stopped.append(child.id)
 
     fleet: Any = SimpleNamespace(start=start, ready=ready, stop=stop)
     cells = Cells(fleet, load(QUICKSTART), tmp_path, tmp_path)
-    with pytest.raises(InfrastructureError, match="no sign of readiness"):
+    with pytest.raises(error):
         await cells.start("cell-7", Role.ROLLOUT, WeightSource(0, "x"), core=False, restore=None)
     assert stopped == [CellId("cell-7", 1)]
     assert cells.infos == {}

@@ -9,11 +9,14 @@ is gone and which nobody has published to for an hour are removed by `sweep`.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import stat
 import time
+import uuid
 from pathlib import Path
 
 from gyre_weights.errors import IncompleteError
@@ -22,6 +25,7 @@ from gyre_weights.folder import flush, new_folder, version_folder, versions_in
 SHM = Path("/dev/shm")
 _PREFIX = "gyre-weights-"
 _OWNER = "owner.json"
+_USERS = ".users"
 ABANDONED_S = 3600.0
 
 
@@ -37,15 +41,28 @@ def shm_root(folder: str | Path, *, base: Path = SHM) -> Path:
     mark = hashlib.blake2b(str(place).encode(), digest_size=8).hexdigest()
     root = base / f"{_PREFIX}{os.getuid()}-{mark}"
     root.mkdir(mode=0o700, exist_ok=True)
+    _require_ours(root)
     own(root, place)
     return root
 
 
+def _require_ours(root: Path) -> None:
+    """Names under /dev/shm can be guessed, and anybody may make a folder there."""
+    found = os.lstat(root)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise IncompleteError(
+            "making room in shared memory", got=f"{root} of user {found.st_uid}",
+            expected=f"a folder of user {os.getuid()}", fix="Remove it, or publish to disk.",
+        )  # fmt: skip
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        root.chmod(0o700)
+
+
 def own(root: Path, folder: Path) -> None:
     """Say that this process publishes to `root`."""
-    draft = root / f".{_OWNER}.{os.getpid()}"
+    draft = root / f".{_OWNER}.{uuid.uuid4().hex}"
     draft.write_text(json.dumps({"pid": os.getpid(), "started": _started(os.getpid()), "folder": str(folder)}))
-    draft.rename(root / _OWNER)
+    draft.replace(root / _OWNER)
 
 
 def link_version(folder: str | Path, version: int, target: Path) -> Path:
@@ -90,16 +107,31 @@ def remove(root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
 
 
-def remove_own(root: Path) -> bool:
-    """Give a root's memory back if this process owns it; whether it did. Another that has taken it over may use it."""
+def join(root: Path) -> int:
+    """Use a root together with other processes of this machine, until `part` with what this returns."""
+    while True:
+        root.mkdir(mode=0o700, exist_ok=True)
+        handle = os.open(root / _USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        try:
+            if os.path.samestat(os.fstat(handle), os.stat(root / _USERS)):
+                return handle
+        except FileNotFoundError:  # the last user was removing it
+            pass
+        os.close(handle)
+
+
+def part(root: Path, handle: int) -> bool:
+    """Use it no longer; the last user gives its memory back, which is told. The kernel parts for who is killed."""
     try:
-        owner = json.loads((root / _OWNER).read_text())
-        mine = (int(owner["pid"]), owner["started"]) == (os.getpid(), _started(os.getpid()))
-    except (OSError, ValueError, KeyError):
-        return False  # removed, or being taken over
-    if mine:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
         remove(root)
-    return mine
+        return True
+    finally:
+        os.close(handle)
 
 
 def sweep(*, base: Path = SHM, abandoned_s: float = ABANDONED_S) -> list[Path]:
@@ -113,11 +145,20 @@ def sweep(*, base: Path = SHM, abandoned_s: float = ABANDONED_S) -> list[Path]:
             alive = _started(int(owner["pid"])) == owner["started"]
             orphan = not Path(owner["folder"]).is_dir()
         except (OSError, ValueError, KeyError):
-            continue  # being made or being removed by somebody else
+            if not _idle_for(root, abandoned_s):
+                continue  # being made or being removed by somebody else
+            alive, orphan, idle = False, True, 0.0
         if not alive and (orphan or idle > abandoned_s):
             remove(root)
             gone.append(root)
     return gone
+
+
+def _idle_for(root: Path, seconds: float) -> bool:
+    try:
+        return time.time() - root.stat().st_mtime > seconds
+    except OSError:
+        return False
 
 
 def _started(pid: int) -> str:

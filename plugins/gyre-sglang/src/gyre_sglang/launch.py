@@ -105,7 +105,7 @@ class Starter:
         if self._options.url:
             return await self._found(source)
         if self._options.kv_share_gb:
-            self._pages.hold()
+            await asyncio.to_thread(self._pages.hold)
         for _ in range(PORT_TRIES - 1):
             try:
                 return await self._launched(source, model)

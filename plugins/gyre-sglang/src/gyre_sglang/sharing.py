@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def shared_folder(run_dir: str, named: str = "", base_dir: str = ".") -> Path:
     mark = hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:16]
     if named:
         return Path(base_dir, named) / f"gyre-kv-{mark}"
-    return (MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())) / f"gyre-kv-{mark}"
+    return (MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())) / f"gyre-kv-{os.getuid()}-{mark}"
 
 
 class SharedFolder:
@@ -50,9 +51,22 @@ class SharedFolder:
         while self._lock is None:
             self.path.mkdir(mode=0o700, exist_ok=True)
             if not self._named:
+                self._require_ours()
                 self._take()
             else:
                 return
+
+    def _require_ours(self) -> None:
+        """Names in shared memory can be guessed, and anybody may make a folder there."""
+        try:
+            found = os.lstat(self.path)
+        except FileNotFoundError:
+            return  # the last holder has removed it; the next try makes it anew
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigError(
+                "sharing KV pages between cells", got=f"{self.path} of user {found.st_uid}",
+                expected=f"a folder of user {os.getuid()}", fix="Remove it, or set kv_share_folder or kv_share_gb = 0.",
+            )  # fmt: skip
 
     def _take(self) -> None:
         """Try once; the last holder may be removing the folder."""

@@ -134,7 +134,8 @@ def launch_plan(options: VLLMOptions, model: str, start: tuple[str, ...], place:
     if options.eager or not place.accelerators:
         words.append("--enforce-eager")
     env = _variables(place) | (_side(place) if options.transfers else {}) | dict(options.environment)
-    return LaunchPlan((*words, *options.arguments), tuple(sorted(env.items())), f"http://{place.host}:{place.port}")
+    url = f"http://[{place.host}]:{place.port}" if ":" in place.host else f"http://{place.host}:{place.port}"
+    return LaunchPlan((*words, *options.arguments), tuple(sorted(env.items())), url)
 
 
 _NIXL = (

@@ -87,7 +87,10 @@ class CellHost:
         self._calls: dict[str, str] = {}
         self._snapshots = Snapshots(spec)
         self._leases = LeaseWorker(trainer, spec.cell, self._snapshots)
-        self._adding, self._syncing = asyncio.Lock(), asyncio.Lock()
+        self._adding = asyncio.Lock()
+        self._changing = asyncio.Lock()
+        """Of role or weights: one after the other in the order asked, so that an older one never lands last, also when
+        whoever asked has given up waiting."""
         self._counted: dict[str, Contribution] = {}
         """Core: batch id -> the contribution of the step's sum that holds it."""
         endpoints = [
@@ -222,6 +225,11 @@ class CellHost:
     async def switch(self, message: SwitchTo) -> Took:
         """Change the role; on failure go back to the old one and raise."""
         began = time.perf_counter()
+        async with self._changing:
+            await self._switch(message)
+        return Took(time.perf_counter() - began)
+
+    async def _switch(self, message: SwitchTo) -> None:
         old = self.role
         if old is not message.role:
             source = await self._snapshots.near(message.source)
@@ -233,7 +241,6 @@ class CellHost:
                     await self._enter(old, source)
                 raise
         self._draining = False
-        return Took(time.perf_counter() - began)
 
     async def drain(self, message: Drain) -> Empty:
         """Refuse new calls, or take them again."""
@@ -243,7 +250,7 @@ class CellHost:
     async def sync(self, message: Sync) -> Took:
         """Take another version's weights in the present role."""
         began = time.perf_counter()
-        async with self._syncing:  # one after the other in the order asked: an older one never lands last
+        async with self._changing:
             if self.role is Role.ROLLOUT:
                 await self.engine.update_weights(await self._snapshots.near(message.source))
         return Took(time.perf_counter() - began)

@@ -1,9 +1,8 @@
-"""The sockets between a run's processes: those of a machine that has gone without a word fail.
+"""The sockets between a run's processes: those of a machine that has gone without a word fail within SILENCE_S.
 
-The kernel asks the other kernel, so that a machine or a way to it counts as gone, and a process that is busy does not.
-A connection that is silent fails within half a minute; one on which something is under way within UNREAD_S, which is
-also the longest that a process may leave unread what it is sent. Invariant: every connection of `session` and of a
-socket from `listening` is watched, on both sides.
+The kernel asks the other kernel, so that a machine or a way to it counts as gone, and a process that is busy does not;
+but a process that leaves what it is sent unread for SILENCE_S, with the kernel's buffers full, does. Invariant: every
+connection of `session` and of a socket from `listening` is watched, on both sides.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ import aiohttp
 
 IDLE_S = 10
 EVERY_S = 5
-TIMES = 4
-"""A connection without traffic is asked after IDLE_S seconds, every EVERY_S seconds, and fails after TIMES silences."""
-UNREAD_S = 300
-"""What was sent and is neither acknowledged nor taken for so long is lost as well."""
+"""A connection without traffic is asked after IDLE_S seconds and every EVERY_S seconds from then on."""
+SILENCE_S = 60
+"""It fails when nothing came for so long: no answer, no acknowledgement (Linux counts no probes beside this limit)."""
 
 
 def watch(sock: socket.socket) -> None:
@@ -26,7 +24,8 @@ def watch(sock: socket.socket) -> None:
     option its own times hold."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     wanted = {
-        "TCP_KEEPIDLE": IDLE_S, "TCP_KEEPINTVL": EVERY_S, "TCP_KEEPCNT": TIMES, "TCP_USER_TIMEOUT": UNREAD_S * 1000,
+        "TCP_KEEPIDLE": IDLE_S, "TCP_KEEPINTVL": EVERY_S, "TCP_KEEPCNT": SILENCE_S // EVERY_S,
+        "TCP_USER_TIMEOUT": SILENCE_S * 1000,
     }  # fmt: skip
     for name, value in wanted.items():
         if hasattr(socket, name):

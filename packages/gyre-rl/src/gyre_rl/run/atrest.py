@@ -6,10 +6,12 @@ opened on every machine of the run. Pure reading.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 from gyre_core import Contribution, WeightSource
+from gyre_weights import WeightsError, open_version
 
 from gyre_rl.config.schema import RunConfig
 from gyre_rl.run.directory import RunDirectory
@@ -22,10 +24,13 @@ def weights_at_rest(config: RunConfig, directory: RunDirectory, version: int) ->
     if version <= 0:
         return WeightSource(0, str(config.model_dir))
     published = directory.weights / f"v{version}"
-    if not published.is_dir() or published.is_symlink():
-        # It lies in one machine's memory, or did until its trainer ended: the checkpoint has the same weights for all.
-        published = directory.checkpoint(version)
-    return WeightSource(version, str(published))
+    with suppress(WeightsError):
+        found = open_version(published, version=version)
+        if not published.is_symlink() and not found.is_delta:
+            return WeightSource(version, str(published), digest=found.digest)
+    # It lies in one machine's memory, or did until its trainer ended, or it is what changed alone: the checkpoint has
+    # the same weights, whole and for all machines.
+    return WeightSource(version, str(directory.checkpoint(version)))
 
 
 def keep_record(folder: Path, contribution: Contribution) -> None:

@@ -114,8 +114,8 @@ class Cells:
         )
         try:
             ready = await self.fleet.ready(child, CellReady, cells.start_s)
-        except InfrastructureError:
-            await self.fleet.stop(child)  # it may become ready later, and nobody would know it
+        except BaseException:
+            await self.fleet.stop(child)  # it may live on, or become ready later, and nobody would know it
             raise
         self.infos[child.id] = CellInfo(child, core, ready)
         return child.id

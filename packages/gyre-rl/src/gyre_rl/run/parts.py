@@ -55,6 +55,8 @@ from gyre_rl.views.events import CellStateChanged, RunStarted
 
 log = logging.getLogger("gyre.run")
 AGENTS, PROXY = "agents", "proxy"
+MARGIN_S = 30.0
+"""By which the scheduler outwaits a cell that is asked for something, so that it hears what went wrong."""
 RESTART_S = 10.0
 """Between two tries to start a cell again that could not be started."""
 
@@ -408,7 +410,7 @@ async def assembled(
             scheduler,
             parts.driver,
             scheduler_log(config, scheduler, directory),
-            timeouts=Timeouts(switch_s=config.cells.switch_s),
+            timeouts=Timeouts(switch_s=config.cells.switch_s, sync_s=config.cells.switch_s + MARGIN_S),
             on_commands=parts.watch,
         )
         parts.runner.start()

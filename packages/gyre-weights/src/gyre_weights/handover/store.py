@@ -37,7 +37,7 @@ def locked(into: Path, doing: str, wait_s: float) -> Iterator[None]:
 
 def _take(into: Path) -> int | None:
     """The lock, if it is free. One on a file that was removed with its folder meanwhile is none."""
-    into.mkdir(parents=True, exist_ok=True)
+    into.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle = os.open(into / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

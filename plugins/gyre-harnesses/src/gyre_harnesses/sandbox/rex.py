@@ -33,9 +33,9 @@ from gyre_harnesses.sandbox.docker import get_archive, put_archive
 _REQUEST_S = 300.0
 _FLOOD_BYTES = 1 << 28
 _LOOK_S = (0.01, 0.3)
+"""Seconds between two looks at a running command: at first, at last."""
 PORT_TRIES = 3
 """Ports on which a server of ours is started before its end is an error."""
-"""Seconds between two looks at a running command: at first, at last."""
 _ERRORS: Mapping[int, tuple[type[OSError], int]] = {
     40: (FileNotFoundError, errno.ENOENT),
     41: (PermissionError, errno.EPERM),
