@@ -128,14 +128,14 @@ def test_weights_at_rest_are_what_every_machine_can_open(tmp_path):
     assert weights_at_rest(config, directory, 0).location == str(tmp_path / "model")
     published, memory = directory.weights / "v3", tmp_path / "memory"
     assert weights_at_rest(config, directory, 3).location == str(directory.checkpoint(3))
-    memory.mkdir()
+    tensors = {"a": np.ones((512, 512), np.float32)}
+    Publisher("disk", memory).publish(3, lambda: tensors)
     published.parent.mkdir()
-    published.symlink_to(memory)
+    published.symlink_to(memory / "v3")
     assert weights_at_rest(config, directory, 3).location == str(directory.checkpoint(3))
     published.unlink()
     published.mkdir()
     assert weights_at_rest(config, directory, 3).location == str(directory.checkpoint(3)), "nothing is in it"
-    tensors = {"a": np.ones((512, 512), np.float32)}
     publisher = Publisher("delta", directory.weights)
     publisher.publish(3, lambda: tensors)
     digest = open_version(published).digest
