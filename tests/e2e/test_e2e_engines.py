@@ -21,7 +21,7 @@ from gyre_tito import Store
 from gyre_tito.check_files import check_path
 from small import Probe, check_counted_once, compare_logprobs, pid_of, processes_of, small_config
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 SERVERS = {
     "vllm": 'engine={name="vllm", dtype="float32", max_running=16, kv_cache_gb=0.25}',
     "sglang": 'engine={name="sglang", dtype="float32", max_running=16, kv_tokens=16384}',

@@ -17,7 +17,7 @@ from gyre_rl.views import events as ev
 from gyre_tito import Store
 from small import Probe, check_counted_once, compare_logprobs, processes_of, small_config
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 BLOCK = 32
 SERVER = (
     'engine={name="vllm", dtype="float32", max_running=16, kv_cache_gb=0.25, transfers=true, '

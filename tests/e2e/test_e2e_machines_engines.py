@@ -43,6 +43,7 @@ def why_not_apart() -> str:
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(why_not_apart()), reason=f"no machines can be made here: {why_not_apart()}"),
 ]

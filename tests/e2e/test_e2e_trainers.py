@@ -19,7 +19,7 @@ from gyre_rl.views import events as ev
 from gyre_tito import Store
 from small import QUICKSTART, SMALL, Probe, check_counted_once, compare_logprobs, kill, pid_of, processes_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 TRAINERS = {
     "deepspeed": 'trainer={name="deepspeed", learning_rate=1e-3, keep_versions=20}',
     "megatron": 'trainer={name="megatron", learning_rate=1e-3, keep_versions=20, cpu_shim=true}',
