@@ -79,6 +79,26 @@ async def test_an_update_in_mid_call_marks_each_token(engine_of: Any, toy: Any, 
     assert (body["abort_all_requests"], body["flush_cache"]) == (False, False)
 
 
+async def test_a_call_without_a_token_begins_anew_under_new_weights(engine_of: Any, toy: Any, version: Any) -> None:
+    """Its tokens will all say the new version: so its prompt must not be computed, or found in a cache, by the old."""
+    engine, fake = await engine_of()
+    await call(engine, PROMPT, 3, name="before")
+    fake.step_s = 2.0  # to a call's first token
+    running = Watched(engine, request_of(PROMPT, 20, name="a"))
+    while not fake.running:
+        await asyncio.sleep(0.005)
+    changing = asyncio.create_task(engine.update_weights(version(1)))
+    await asyncio.sleep(0.05)
+    fake.step_s = 0.002
+    await changing
+    result = await running.task
+    assert result.ids == toy.tokens(PROMPT, ["1"] * 20)
+    assert result.versions == [1] * 20
+    assert result.cached == 0
+    keys = [body["extra_key"] for path, body in fake.asked if path == "/generate"][1:]
+    assert len(keys) == len(set(keys)) == 2
+
+
 async def test_an_answer_that_is_read_seldom_misses_nothing(engine_of: Any, toy: Any, version: Any) -> None:
     """Read once an hour: a call's first token, its end and a change of weights come through at once all the same."""
     engine, _ = await engine_of(chunk_s=3600.0, stall_s=7200.0)

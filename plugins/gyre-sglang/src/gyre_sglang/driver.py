@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -90,7 +90,13 @@ class Driver:
 
     async def restart_all(self) -> None:
         """End the segments of all running calls; they go on, from what they have, when the gate opens."""
-        live = [call for call in self.calls if call.segment is not None and not call.over.is_set()]
+        await self._restart(self.live())
+
+    async def restart_unsampled(self) -> None:
+        """The same for those that have no token yet: none would say that their prompt was computed by other weights."""
+        await self._restart([call for call in self.live() if not call.sampled_ids])
+
+    async def _restart(self, live: Sequence[Call]) -> None:
         for call in live:
             call.restart = True
             self._end_segment(call)
@@ -203,6 +209,8 @@ class Driver:
         """The segment is over: so is the call, or it goes on with another."""
         call.segment, call.running = None, False
         restarted, call.restart = call.restart, False
+        if restarted and not call.sampled_ids:
+            call.cached_tokens = None  # it begins anew
         full = len(call.sampled_ids) >= call.max_tokens
         if last.finish == "stop" and last.matched in call.request.sampling.stop_token_ids:
             call.end(FinishReason.STOP, last.routed)

@@ -316,7 +316,8 @@ class SGLangEngine:
     # Weights
 
     async def update_weights(self, source: WeightSource) -> None:
-        """Change to another version; running calls keep their tokens and, unless `on_update` says otherwise, their KV.
+        """Change to another version; running calls keep their tokens and, unless `on_update` says otherwise, their KV
+        (one that has no token yet begins anew).
         Fails without changing anything when the version cannot be read."""
         async with self._changing:
             began = time.perf_counter()
@@ -326,9 +327,11 @@ class SGLangEngine:
             driver.gate.clear()
             hold = False
             try:
-                if driver.live() and self.options.on_update == "recompute":
+                if self.options.on_update == "recompute":
                     await driver.restart_all()
-                elif driver.live() and not self._held:
+                else:
+                    await driver.restart_unsampled()
+                if driver.live() and not self._held:
                     await server.hold()
                     hold = True
                 await self._load_or_restore(server, prepared)
