@@ -55,6 +55,23 @@ class VersionChecks:
             assert_greedy(rig, 1, follow, result)
             assert (await call(engine, prompt, 2, name="again")).cached > 0
 
+    async def test_a_call_caught_before_its_first_token_is_wholly_of_the_new_version(self, rig: EngineRig) -> None:
+        """If all its tokens say the new version, no part of its prompt was computed by the old one: nothing else would
+        tell."""
+        async with rig.started() as engine:
+            new, prompts = rig.sources[1].version, [rig.prompt(90 + i, 20 + i) for i in range(6)]
+            for number, prompt in enumerate(prompts):
+                await call(engine, prompt, 2, name=f"fill{number}")
+            asks = []
+            for number, prompt in enumerate(prompts):
+                asks.append(asyncio.create_task(call(engine, prompt, 6, name=f"caught{number}")))
+                await asyncio.sleep(0.002)  # so that they are caught at different points
+            await rig.within(engine.update_weights(rig.sources[1]))
+            for prompt, result in zip(prompts, await rig.within(asyncio.gather(*asks)), strict=True):
+                if set(result.versions) == {new}:
+                    assert not result.cached
+                    assert_greedy(rig, 1, prompt, result)
+
     async def test_going_back_to_an_older_version_finds_nothing_old(self, rig: EngineRig) -> None:
         """The cache is of the weights in use, not of a number seen before."""
         async with rig.started() as engine:
