@@ -236,7 +236,7 @@ class CellHost:
             await self._leave()
             try:
                 await self._enter(message.role, source)
-            except Exception:
+            except Exception:  # of any plugin: nothing is hidden, the cell only goes back before it tells
                 if old is not None:
                     await self._enter(old, source)
                 raise

@@ -125,7 +125,7 @@ class TetheredProcess:
         return self._exit.done()
 
     async def terminate(self, grace_s: float = 5.0) -> int:
-        """Ask it to end; after `grace_s` seconds let go of it, which kills it and its session."""
+        """Ask it to end; after `grace_s` seconds let go of it, which kills its process group."""
         stdin = self._process.stdin
         assert stdin is not None
         if not self._exit.done():

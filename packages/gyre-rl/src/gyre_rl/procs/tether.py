@@ -76,7 +76,7 @@ def main() -> int:
         signal.signal(number, lambda *_: _signal(child.pid, signal.SIGKILL))
     threading.Thread(target=_follow, args=(child.pid,), daemon=True).start()
     status = child.wait()
-    _signal(child.pid, signal.SIGKILL)  # what it left behind in its session
+    _signal(child.pid, signal.SIGKILL)  # what it left behind in its process group
     return status if status >= 0 else 128 - status
 
 

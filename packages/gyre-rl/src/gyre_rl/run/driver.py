@@ -74,7 +74,7 @@ class RunDriver:
         drained = now - self._drain_began.pop(_core(cell), now)
         try:
             seconds = await self.cells.switch(_core(cell), Role(role.value), self.training.applied)
-        except Exception:
+        except Exception:  # told to views, and raised for the scheduler to judge
             self.bus.emit(Switched(str(cell), role.value, 0.0, reason, drained, ok=False))
             raise
         self.counts.role_switches += 1
