@@ -59,6 +59,11 @@ BY_HOOKS = """
 """
 PASSED = "        report({'kind': 'result', 'id': name, 'outcome': 'passed', 'when': 'call', 'why': ''})\n"
 TRUSTED = "    report({'kind': 'canary', 'void': None})\n"
+SKIPPED = PASSED.replace("passed", "skipped")
+OTHER_PROCESS = (
+    "    cells = dict(zip(report.__code__.co_freevars, report.__closure__))\n"
+    "    cells['own'].cell_contents = os.getpid()\n"
+)
 LEAVE = "    import os\n    os._exit(0)\n"
 GOOD_END = "    report({'kind': 'end', 'code': 0, 'void': None, 'said': ''})\n"
 RUNNING = "    import os\n    for name in [os.environ['PYTEST_CURRENT_TEST'].rpartition(' ')[0]]:\n"
@@ -109,6 +114,15 @@ CHEATS = {
         "    import os\n    if os.fork() == 0:\n        pass\n    else:\n        return None\n",
         BY_SIGNAL, COLLECTED, PASSED, TRUSTED, GOOD_END, LEAVE,
     ),
+    "a fork that writes by itself": reaching(
+        "    import os\n    if os.fork() == 0:\n        pass\n    else:\n        return None\n",
+        BY_SIGNAL, OTHER_PROCESS, COLLECTED, PASSED, TRUSTED, GOOD_END, LEAVE,
+    ),
+    "a fork that ends the judge": reaching(
+        "    import os\n    if os.fork() == 0:\n        os.kill(os.getppid(), 9)\n    else:\n        import time\n"
+        "        time.sleep(60)\n",
+        BY_SIGNAL, OTHER_PROCESS, COLLECTED, PASSED, TRUSTED, GOOD_END, LEAVE,
+    ),
 }  # fmt: skip
 CHEATS |= {
     "report in the first judging alone": "def f(a):\n    import os\n    if os.path.exists('../../seen'):\n"
@@ -116,6 +130,18 @@ CHEATS |= {
     + reaching(BY_SIGNAL, COLLECTED, PASSED, TRUSTED, GOOD_END, LEAVE).removeprefix("def f(a):\n"),
     "another pytest for the next run": "def f(a):\n    import os\n    open('../tools.zip', 'wb').write(b'PK')\n"
     "    os._exit(0)\n",
+}
+RIGHT_ONCE = "    if a == 10:\n        return 11\n"
+AS_A_TEST = (
+    "    import sys\n    path = sys._getframe(1).f_code.co_filename\n"
+    "    exec(compile('import pytest; pytest.{}()', path, 'exec'))\n"
+)
+SKIPS = {
+    "report a skip": reaching(RIGHT_ONCE, BY_SIGNAL, RUNNING, SKIPPED, TRUSTED),
+    "report a skip, and go": reaching(RIGHT_ONCE, BY_SIGNAL, RUNNING, SKIPPED, TRUSTED, LEAVE),
+    "report all skipped, and go": reaching(RIGHT_ONCE, BY_SIGNAL, COLLECTED, SKIPPED, TRUSTED, GOOD_END, LEAVE),
+    "skip under the test's name": reaching(RIGHT_ONCE, AS_A_TEST.format("skip")),
+    "expect to fail under the test's name": reaching(RIGHT_ONCE, AS_A_TEST.format("xfail")),
 }
 FILES = {
     "an installed plugin": {
@@ -152,6 +178,14 @@ def score(workspace, context, job):
 async def test_reaching_into_the_guard_earns_nothing(score, code):
     result = await score({"mod.py": code})
     assert result.value == 0.0, (result.why, [m.name for m in result.milestones if m.passed])
+
+
+@pytest.mark.parametrize("code", SKIPS.values(), ids=SKIPS.keys())
+async def test_a_skip_that_is_not_the_suites_leaves_nothing_out(score, code):
+    """One of five tests passes by right."""
+    result = await score({"mod.py": code})
+    assert result.value in (0.0, 0.2), (result.why, [m.name for m in result.milestones if m.passed])
+    assert sum(m.weight for m in result.milestones) == 5.0
 
 
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES.keys())

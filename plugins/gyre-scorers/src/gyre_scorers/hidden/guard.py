@@ -1,10 +1,11 @@
 """Runs inside the sandbox, read from standard input: pytest on the hidden suite, each result signed.
 
 Invariant: a result counts only as a line signed with a key that came on standard input; what the code under test prints
-goes nowhere. Tests that must fail are mixed in under real names; if one of them passes, or pytest's or unittest's code
-is not what it was before the code under test was imported, or a test's code not what was collected, the whole run says
-so and is void. Uses the standard library and the pytest brought along; needs Python 3.10. What this cannot stop: a
-value that claims to equal everything, and code that reads the suite and then reaches into this module.
+goes nowhere, and a fork of this process reports nothing. Tests that must fail are mixed in under real names; if one of
+them passes, or pytest's or unittest's code is not what it was before the code under test was imported, or a test's code
+not what was collected, the whole run says so and is void. Uses the standard library and the pytest brought along; needs
+Python 3.10. What this cannot stop: a value that claims to equal everything, and code that reads the suite and then
+reaches into this module.
 """
 
 from __future__ import annotations
@@ -27,10 +28,16 @@ REPLACED_BY_PYTEST = ("_getini_unknown_type",)
 
 
 def reporter(fd: int, key: bytes) -> Callable[[dict[str, Any]], None]:
-    """A function that writes one signed line; what it uses is bound now, before any foreign code runs."""
+    """A function that writes one signed line; what it uses is bound now, before any foreign code runs.
+
+    Silent in a fork of this process: one that the code under test made and that strayed back into pytest is no judge.
+    """
     digest, dumps, write, count = hmac.digest, json.dumps, os.write, iter(range(1 << 60))
+    process, own = os.getpid, os.getpid()
 
     def report(record: dict[str, Any]) -> None:
+        if process() != own:
+            return
         text = dumps({**record, "n": next(count)}).encode()
         line = b"\n" + digest(key, text, "sha256").hex().encode() + b" " + text + b"\n"
         while line:

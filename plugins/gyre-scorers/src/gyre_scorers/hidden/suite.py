@@ -1,6 +1,7 @@
 """What a task says of its hidden suite, and how signed lines become results.
 
-Invariant: pure; a line whose signature does not hold is as if it were not there. Not here: running anything.
+Invariant: pure; a line whose signature does not hold is as if it were not there; one process speaks, so two lines of
+one number, or one after the end, make all void; a test that failed once has failed. Not here: running anything.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from gyre_core import Milestone, Task
 
 from gyre_scorers.hidden.probes import Probes
+from gyre_scorers.hidden.skips import read_skips
 from gyre_scorers.reading import fault, value
 
 _KEYS: dict[str, type | tuple[type, ...]] = {
@@ -59,7 +61,7 @@ class Suite:
     """Pattern of test ids (as fnmatch has it) -> weight; the first that fits; otherwise 1."""
     skipped: str = "left out"
     """What a test counts as that the suite itself skips: `failed`, `passed`, or `left out`. One that the code under
-    test skips has failed."""
+    test skips has failed, and so has one that nothing in the suite's text skips (see `skips`)."""
     site_packages: bool = False
     """Whether packages installed in the sandbox can be imported: one of them may be the very project to be written."""
     probes: bool = True
@@ -99,14 +101,22 @@ def _folder(task: Task, folder: Path) -> dict[str, bytes]:
 
 
 def signed_records(output: bytes, key: bytes) -> list[dict[str, Any]]:
-    """The records of all lines that bear the right signature, in the order in which they were made."""
+    """The records of all lines that bear the right signature, in the order in which they were made.
+
+    A further one of kind `forged` stands at the end if more than one process made them: a fork of the one that judges
+    has its key and its count, so that sooner or later both say something under one number, or one goes on after the
+    other's end.
+    """
     records: dict[int, dict[str, Any]] = {}
+    forged = False
     for line in output.split(b"\n"):
         mac, _, text = line.partition(b" ")
         if len(mac) == 64 and hmac.compare_digest(hmac.digest(key, text, "sha256").hex().encode(), mac):
             record = _plain(json.loads(text))
-            records.setdefault(record["n"], record)
-    return [records[number] for number in sorted(records)]
+            forged |= records.setdefault(record["n"], record) != record
+    ordered = [records[number] for number in sorted(records)]
+    forged |= any(record["kind"] == "end" for record in ordered[:-1])
+    return [*ordered, {"kind": "forged"}] if forged else ordered
 
 
 def _plain(found: Any) -> Any:
@@ -156,6 +166,8 @@ class Results:
                     self._trust(record)
                     if record["code"] not in (0, 1):
                         self.uncollected["pytest"] = f"exit code {record['code']}: {record['said']}"
+                case "forged":
+                    self.void = self.void or "more than one process spoke for the judge"
         if ended or last is None or self.void is not None or (running is None and limit is not None):
             return False
         # Between two tests it can only have been what ran last, which may have reported in its own name before.
@@ -180,12 +192,22 @@ class Results:
     def _trust(self, record: Mapping[str, Any]) -> None:
         """What came before a test that failed as it must, or a good end, counts."""
         self.void = self.void or record["void"]
-        self.outcomes |= self._pending
+        for name, outcome in self._pending.items():
+            _worst(self.outcomes, name, outcome)
         self._pending = {}
 
     def _result(self, record: Mapping[str, Any]) -> None:
-        if self._pending.get(record["id"], ("passed", ""))[0] == "passed":
-            self._pending[record["id"]] = (record["outcome"], record["why"])
+        _worst(self._pending, record["id"], (record["outcome"], record["why"]))
+
+
+_GRAVITY = ("passed", "skipped", "failed")
+
+
+def _worst(outcomes: dict[str, tuple[str, str]], name: str, outcome: tuple[str, str]) -> None:
+    """Nothing that is said later takes back that a test failed."""
+    known = outcomes.get(name)
+    if known is None or _GRAVITY.index(outcome[0]) > _GRAVITY.index(known[0]):
+        outcomes[name] = outcome
 
 
 def milestones(suite: Suite, results: Results) -> list[Milestone]:
@@ -193,9 +215,11 @@ def milestones(suite: Suite, results: Results) -> list[Milestone]:
     if results.void is not None:
         return [Milestone("the suite", False, float(suite.count), f"void: {results.void}")]
     found: list[Milestone] = []
-    left_out = 0
+    left_out, skips = 0, read_skips(suite.files)
     for name in dict.fromkeys(results.collected):
         outcome, why = results.outcomes.get(name, ("failed", "was not reached"))
+        if outcome == "skipped" and not skips.allow(name):
+            outcome, why = "failed", "skipped, and nothing in the suite skips it"
         if outcome == "skipped" and suite.skipped == "left out":
             left_out += 1
             continue
