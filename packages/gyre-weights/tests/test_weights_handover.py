@@ -310,12 +310,12 @@ def test_who_does_not_know_the_token_is_not_heard(receiver: Receiver) -> None:
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\5[1,2]", b"\xff" * 64, b"\0\0\0\2{}"])
 def test_noise_harms_nobody(receiver: Receiver, noise: bytes) -> None:
     endpoint = receiver.start()
-    with socket.create_connection((endpoint.host, endpoint.port)) as sock:
+    # The receiver may hang up at the first wrong byte, before all is said.
+    with socket.create_connection((endpoint.host, endpoint.port)) as sock, contextlib.suppress(OSError):
         sock.sendall(noise)
         sock.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionResetError):
-            while sock.recv(4096):
-                pass
+        while sock.recv(4096):
+            pass
     hand_over(endpoint, "c", 4, gradient(ELEMENTS))
     assert receiver.held == ["c"]
 

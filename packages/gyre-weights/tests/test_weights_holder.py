@@ -97,7 +97,7 @@ def test_a_folder_that_is_set_later_and_links_into_memory(tmp_path: Path, memory
 
 def test_a_receiver_gives_versions_too(tmp_path: Path) -> None:
     deltas(tmp_path / "there", 2)
-    made = Receiver(ShardPlan({}, ()), idle_s=3.0, snapshots=lambda version: tmp_path / "there" / f"v{version}")
+    made = Receiver(ShardPlan({}, ()), idle_s=200.0, snapshots=lambda version: tmp_path / "there" / f"v{version}")
     try:
         assert nearest(NOWHERE, 1, made.start(), tmp_path / "here").is_delta
     finally:

@@ -32,7 +32,7 @@ def test_what_the_holder_has_not_is_told(tmp_path: Path, holder: Holder) -> None
     with pytest.raises(PeerError, match="no manifest in"):
         fetch_version(endpoint, 9, tmp_path / "here")
     with pytest.raises(PeerError, match="gradients go to a Receiver"):
-        wire.connect(endpoint, {"do": "offer"}, "offering", idle_s=5, total_s=5).receive()
+        wire.connect(endpoint, {"do": "offer"}, "offering", idle_s=60, total_s=60).receive()
     assert left(tmp_path / "here") == []
 
 

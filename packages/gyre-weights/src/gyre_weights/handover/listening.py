@@ -112,6 +112,6 @@ class Listener:
         except (OSError, KeyError, ValueError, TypeError) as error:
             log.warning("a peer was dropped: %s: %s", type(error).__name__, error)
         finally:
+            channel.close()
             with self._lock:
                 self._open.discard(channel)
-            channel.close()
