@@ -123,10 +123,10 @@ async def test_a_broken_core_leaves_nobody_waiting(engines: Any, ask: Any, monke
 
     monkeypatch.setattr(worker, "step", step)
     with pytest.raises(InfrastructureError):
-        await asyncio.wait_for(ask(engine, [1, 2, 3], 9), 20)
+        await asyncio.wait_for(ask(engine, [1, 2, 3], 9), 60)
     for question in (engine.load(), engine.pause(), engine.kv_pin("s"), ask(engine, [1], 2, name="later")):
         with pytest.raises(InfrastructureError, match="ended"):
-            await asyncio.wait_for(question, 20)
+            await asyncio.wait_for(question, 60)
 
 
 async def test_a_request_id_is_used_once_at_a_time(engines: Any, ask: Any) -> None:
@@ -217,7 +217,7 @@ async def test_sleep_waits_for_a_move_that_is_about_to_end(engines: Any, ask: An
     await asyncio.sleep(0.1)
     assert not sleeping.done()
     await engine.kv_release("s", pinned.generation, forget=False)
-    await asyncio.wait_for(sleeping, 30)
+    await asyncio.wait_for(sleeping, 60)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

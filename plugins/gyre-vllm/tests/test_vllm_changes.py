@@ -43,7 +43,7 @@ async def test_each_token_bears_the_version_that_sampled_it(
     """Also when tokens reach us long after they were sampled, when calls wait for a slot, and three times over."""
     options = {"stream_tokens": case["every"], "on_update": case.get("on_update", "keep")}
     server, engine = await served(options, extension=case.get("extension", True))
-    server.hold_s = case["hold"]
+    server.hold_s, server.most = case["hold"], 50  # of 60: the first change comes before any end
     prompts = [[i, 3 * i + 1] for i in range(9)]
     into: list[list[Any]] = [[] for _ in prompts]
     tasks = [
@@ -54,6 +54,7 @@ async def test_each_token_bears_the_version_that_sampled_it(
         await until(into[0], len(into[0]) + 2, tasks[0])
         await engine.update_weights(source)
         assert engine.version == source.version
+        server.most = 60
     results = await asyncio.wait_for(asyncio.gather(*tasks), 60)
     for prompt, result in zip(prompts, results, strict=True):
         assert len(result.ids) == 60

@@ -82,6 +82,8 @@ class FakeVLLM:
         """Each answer ends with the experts of its passes: the positions that they read, three layers, two each."""
         self.hold_s = 0.0
         """Tokens reach the connection this much later than they are sampled."""
+        self.most = CONTEXT
+        """No call is sampled more tokens than so many, for the time being."""
         self.room = asyncio.Event()
         """Cleared: requests that move KV wait, as on a server that is full."""
         self.room.set()
@@ -126,7 +128,8 @@ class FakeVLLM:
             while self.waiting and len(self.running) < self.slots:
                 self._admit(self.waiting.pop(0))
             for call in list(self.running):
-                self._step(call)
+                if len(call.sampled) < self.most:
+                    self._step(call)
 
     def _blocks(self, ids: Sequence[int]) -> Iterable[tuple[int, ...]]:
         return (tuple(ids[:end]) for end in range(BLOCK, len(ids) + 1, BLOCK))

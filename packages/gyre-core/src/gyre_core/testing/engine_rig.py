@@ -132,7 +132,7 @@ class Watched:
             await self._more.wait()
 
 
-async def eventually(what: Callable[[], Awaitable[bool]], seconds: float = 30.0) -> bool:
+async def eventually(what: Callable[[], Awaitable[bool]], seconds: float = 60.0) -> bool:
     """Whether `what` becomes true in time."""
     for _ in range(max(1, int(seconds / 0.02))):
         if await what():
