@@ -123,9 +123,27 @@ async def test_a_call_given_up_goes_on_elsewhere_with_its_tokens_and_both_versio
     assert [v for chunk in chunks for v in chunk.versions] == [3] * 3 + [4] * 5
     assert list(second.requests[0].prompt_ids) == list(range(8))
     assert second.requests[0].sampling.max_tokens == 5
+    assert second.requests[0].sampling.seed is None
     assert [chunk.finish_reason for chunk in chunks][:-1] == [None] * (len(chunks) - 1)
     assert router.asks[1].prompt_tokens == 8
     assert router.overs[0].segments == 2
+
+
+async def test_a_call_that_goes_on_draws_other_random_numbers_than_before():
+    """An engine counts from a request's first token: under the call's own seed it would draw the first ones again."""
+    seeds = []
+    for _ in range(2):
+        cut = [CountingEngine(3, abort_after=3), CountingEngine(3, die_after=2), CountingEngine(3)]
+        async with cell(cut[0]) as one, cell(cut[1]) as two, cell(cut[2]) as three:
+            what = call()
+            chunks = await collect(
+                ScriptedRouter(one, two, three), replace(what, sampling=replace(what.sampling, seed=7))
+            )
+        assert tokens(chunks) == list(range(5, 13))
+        seeds.append([engine.requests[0].sampling.seed for engine in cut])
+    assert seeds[0][0] == 7
+    assert len(set(seeds[0])) == 3
+    assert seeds[0] == seeds[1], "the same cuts give the same numbers"
 
 
 async def test_a_cell_that_dies_in_mid_call_loses_no_token_that_was_yielded():

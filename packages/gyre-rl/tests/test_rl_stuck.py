@@ -6,14 +6,17 @@ import asyncio
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
-from gyre_core import CellId, ConfigError, InfrastructureError, Role, WeightSource
+from gyre_core import CellId, ComponentContext, ConfigError, InfrastructureError, Kind, Role, WeightSource
+from gyre_rl.cell import host as cell_host
 from gyre_rl.cell.leases import LeaseWorker
-from gyre_rl.cell.messages import CellReady, Lease
+from gyre_rl.cell.messages import CellBody, CellReady, Lease
 from gyre_rl.config import load
+from gyre_rl.procs.child import ChildSpec
 from gyre_rl.run import driver, parts
 from gyre_rl.run.atrest import weights_at_rest
 from gyre_rl.run.cells import Cells, index_of, name_of
@@ -213,3 +216,67 @@ async def test_a_cell_that_cannot_work_gives_leases_back_ever_more_slowly(monkey
     assert [done.contribution for done in told] == [None] * 14
     assert waits[:3] == [0.0, 0.5, 1.0]
     assert max(waits) == waits[-1] == 5.0
+
+
+async def test_what_a_failed_lease_summed_up_is_gone_before_the_next_or_the_next_fails_too(monkeypatch):
+    """The worker lives on when discarding fails as well: each lease ends, and no sum mixes two of them."""
+    real = asyncio.sleep
+    monkeypatch.setattr("gyre_rl.cell.leases.asyncio.sleep", lambda seconds: real(0))
+
+    class Trainer:
+        version = 1
+        broken = 2
+        open: ClassVar[list[Any]] = []
+
+        async def accumulate(self, batch: Any) -> None:
+            self.open.append(batch)
+            if batch == "bad":
+                raise ValueError("bad micro-batch")
+
+        async def discard_contribution(self) -> None:
+            if self.broken:
+                self.broken -= 1
+                raise FAULT
+            self.open.clear()
+
+        async def export_contribution(self, name: str, step: int, folder: str) -> Any:
+            done, self.open[:] = list(self.open), []
+            return done
+
+    told: list[Any] = []
+
+    class Link:
+        async def send(self, topic: str, message: Any) -> None:
+            told.append(message)
+
+    trainer: Any = Trainer()
+    near: Any = None
+    worker = LeaseWorker(trainer, CellId("cell-1", 1), near)
+    link: Any = Link()
+    worker.open(link)
+    for number, batch in enumerate(("bad", "a", "b")):
+        worker.take(Lease(number, 1, WeightSource(1, "x"), "folder", (batch,)))
+    await asyncio.wait_for(worker.flush(), 60)
+    await worker.close()
+    assert [done.lease for done in told] == [0, 1, 2]
+    assert [done.contribution for done in told] == [None, None, ["b"]]
+
+
+async def test_no_two_cells_and_no_two_lives_of_one_sample_with_the_same_seed(monkeypatch, tmp_path):
+    """The trainer's seed is the run's: all must begin with the same parameters."""
+    seeds: dict[Any, list[int]] = {Kind.ENGINE: [], Kind.TRAINER: []}
+
+    class Plugins:
+        def create(self, kind: Any, name: str, options: Any, context: ComponentContext) -> Any:
+            seeds[kind].append(context.seed)
+
+    monkeypatch.setattr(cell_host.PluginManager, "installed", Plugins)
+    monkeypatch.setattr(cell_host, "installed_transports", lambda *_: {})
+    body = CellBody(Role.ROLLOUT, False, WeightSource(0, "nowhere"), "e", "t", seed=3)
+    for name, life in (("cell-1", 1), ("cell-2", 1), ("cell-1", 2), ("cell-1", 1)):
+        spec = ChildSpec("m:f", name, life, "http://x", "token", str(tmp_path), msgspec.to_builtins(body))
+        await cell_host.make(spec)
+    engines = seeds[Kind.ENGINE]
+    assert len(set(engines)) == 3
+    assert engines[0] == engines[3], "the same in each attempt"
+    assert seeds[Kind.TRAINER] == [3] * 4

@@ -27,6 +27,7 @@ from gyre_core.engine import (
     PauseMode,
     SamplingParams,
     WeightSource,
+    seed_of,
 )
 from gyre_core.errors import (
     CapabilityError,
@@ -151,4 +152,5 @@ __all__ = [
     "load_symbol",
     "parse_cell_id",
     "role_of",
+    "seed_of",
 ]

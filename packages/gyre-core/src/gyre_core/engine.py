@@ -12,8 +12,9 @@ Not here: text, chat templates, stop strings, tools. Those belong to the recordi
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Protocol
 
 from gyre_core.arrays import Array
@@ -72,6 +73,21 @@ class SamplingParams:
                 f"sampling parameters: temperature {self.temperature}, top_p {self.top_p}, top_k {self.top_k}; "
                 "expected temperature >= 0, 0 < top_p <= 1 and top_k >= 0"
             )
+
+    def rest(self, sampled: int) -> SamplingParams:
+        """For a call that goes on with `sampled` of its tokens in the prompt: what is left to sample, with a seed that
+        follows from the call's. An engine counts a call's random numbers from its first token; under the same seed it
+        would draw the ones again that the tokens before were drawn with."""
+        if not sampled:
+            return self
+        seed = None if self.seed is None else seed_of(self.seed, sampled)
+        return replace(self, max_tokens=self.max_tokens - sampled, seed=seed)
+
+
+def seed_of(seed: int, *parts: object) -> int:
+    """A seed for each list of parts, in [0, 2**63), unlike that of any other list; the same in every process."""
+    text = "/".join(map(str, (seed, *parts)))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 @dataclass(frozen=True, slots=True)

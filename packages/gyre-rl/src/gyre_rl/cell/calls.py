@@ -21,7 +21,6 @@ from gyre_core import (
     GenerateChunk,
     GenerateRequest,
     InfrastructureError,
-    SamplingParams,
 )
 
 from gyre_rl.cell.messages import CallBody, ChunkBody
@@ -121,15 +120,3 @@ async def call_cell(
                 yield _chunk_of(body)
     except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError) as error:
         raise CellLostError(doing, got=f"{type(error).__name__}: {error}") from error
-
-
-def shorten(sampling: SamplingParams, sampled: int) -> SamplingParams:
-    """What is left to sample of a call that goes on elsewhere."""
-    return SamplingParams(
-        sampling.max_tokens - sampled,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-        sampling.stop_token_ids,
-        sampling.seed,
-    )

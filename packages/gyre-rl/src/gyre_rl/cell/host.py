@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -31,6 +32,7 @@ from gyre_core import (
     StepResult,
     Trainer,
     WeightSource,
+    seed_of,
 )
 from gyre_core.agreement import require_facts
 
@@ -360,7 +362,8 @@ async def make(spec: ChildSpec) -> CellHost:
         base_dir=body.base_dir,
         address=spec.address,
     )
-    engine = plugins.create(Kind.ENGINE, body.engine, body.engine_options, context)
+    own = replace(context, seed=seed_of(body.seed, spec.cell))  # else cells, and lives of one, would sample the same
+    engine = plugins.create(Kind.ENGINE, body.engine, body.engine_options, own)
     trainer = plugins.create(Kind.TRAINER, body.trainer, body.trainer_options, context)
     return CellHost(
         spec, body, engine, trainer, Moves(spec, body.kv, installed_transports(plugins, context, body.kv.transport))

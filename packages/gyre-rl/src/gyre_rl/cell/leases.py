@@ -31,6 +31,7 @@ class LeaseWorker:
         self._trainer, self._cell, self._snapshots = trainer, cell, snapshots
         self._queue: asyncio.Queue[Lease] = asyncio.Queue()
         self._recalled: set[int] = set()
+        self._torn = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._task: asyncio.Task[None] | None = None
@@ -68,7 +69,7 @@ class LeaseWorker:
                 failures = 0
             except Exception as error:  # boundary: a failed lease returns to the ledger; the cell lives on
                 log.exception("lease %d failed", lease.lease)
-                await self._trainer.discard_contribution()
+                await self._clear(lease.lease)
                 await asyncio.sleep(min(SLOWEST_S, failures * 0.5))
                 failures += 1
                 done = LeaseDone(lease.lease, None, f"{type(error).__name__}: {error}")
@@ -81,7 +82,19 @@ class LeaseWorker:
             if self._queue.empty():
                 self._idle.set()
 
+    async def _clear(self, lease: int) -> None:
+        """Discard what a failed lease has summed up; if that fails too, the next lease has to do it first."""
+        self._torn = True
+        try:
+            await self._trainer.discard_contribution()
+            self._torn = False
+        except Exception:  # boundary: the lease must be told as failed, whatever state the trainer is in
+            log.exception("discarding what lease %d has summed up failed", lease)
+
     async def _compute(self, lease: Lease) -> LeaseDone:
+        if self._torn:  # a gradient of the failed lease would go in with this one's
+            await self._trainer.discard_contribution()
+            self._torn = False
         if self._trainer.version != lease.source.version:
             await self._trainer.load_weights(await self._snapshots.near(lease.source))
         computed = 0

@@ -27,7 +27,7 @@ from gyre_tito import BackendError, GenerateCall, PromptTooLongError, Sampling
 from gyre_tito import GenerateChunk as TitoChunk
 from gyre_tito.backend import FinishReason as TitoFinish
 
-from gyre_rl.cell.calls import CellRefusesError, call_cell, shorten
+from gyre_rl.cell.calls import CellRefusesError, call_cell
 
 MAX_TRIES = 60
 """Routes a call may take without sampling a token before it fails; drains and restarts cost a few each."""
@@ -169,7 +169,7 @@ def _continued(request: GenerateRequest, sampled: list[int]) -> GenerateRequest:
     if not sampled:
         return request
     prompt = np.concatenate([np.asarray(request.prompt_ids, np.int32), np.asarray(sampled, np.int32)])
-    rest = shorten(request.sampling, len(sampled))
+    rest = request.sampling.rest(len(sampled))
     return replace(request, prompt_ids=cast("Sequence[int]", prompt), sampling=rest)
 
 

@@ -20,6 +20,7 @@ from gyre_core import (
     CapabilityError,
     ComponentContext,
     ConfigError,
+    ContextLengthError,
     DigestBlocks,
     EngineCapability,
     EngineLoad,
@@ -238,7 +239,7 @@ class LocalEngine:
         )
 
     def _checked_prompt(self, request: GenerateRequest) -> Tokens:
-        """The prompt as int32 [n]; ValueError when it is empty, out of the vocabulary or too long."""
+        """The prompt as int32 [n]; ValueError when it is empty or out of the vocabulary, ContextLengthError for its length."""
         assert self._arch is not None
         doing = f"call {request.request_id!r}"
         if request.routed_experts:
@@ -251,10 +252,11 @@ class LocalEngine:
             bad = low if low < 0 else high
             raise ValueError(f"{doing}: got token id {bad}, expected ids in [0, {self._arch.vocab}) of the vocabulary")
         if len(prompt) >= self._limit:
-            raise ValueError(
-                f"{doing}: got a prompt of {len(prompt)} tokens, expected fewer than {self._limit} (the least of the "
-                "model's positions, max_context and kv_tokens). Shorten it or raise the option"
-            )
+            raise ContextLengthError(
+                doing, got=f"a prompt of {len(prompt)} tokens",
+                expected=f"fewer than {self._limit} (the least of the model's positions, max_context and kv_tokens)",
+                fix="Shorten it or raise the option.",
+            )  # fmt: skip
         return prompt.astype(np.int32)
 
     async def abort(self, request_id: str) -> bool:
