@@ -239,7 +239,7 @@ class LocalEngine:
         )
 
     def _checked_prompt(self, request: GenerateRequest) -> Tokens:
-        """The prompt as int32 [n]; ValueError when it is empty or out of the vocabulary, or (ContextLengthError) long."""
+        """The prompt as int32 [n]; ValueError when empty or out of the vocabulary, ContextLengthError when too long."""
         assert self._arch is not None
         doing = f"call {request.request_id!r}"
         if request.routed_experts:
