@@ -85,7 +85,7 @@ def machines(count: int) -> Iterator[Machines]:
 
 def _wait_for(holder: subprocess.Popen[bytes]) -> None:
     """Until it is the program that only holds."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while (comm := Path(f"/proc/{holder.pid}/comm").read_text().strip()) != "sleep":
         assert holder.poll() is None, "a machine has ended while it was made"
         assert time.monotonic() < end, f"a machine is still {comm}"

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import gyre_core
@@ -89,7 +90,7 @@ async def test_judged_work_earns_what_it_is_worth(sandbox, tmp_path, name):
     secret.write_text("the secret")
     workspace = await sandbox.create("w", {"kept": b"1"})
     if code is None:
-        await workspace.run(ExecRequest(["mkfifo", "mod.py"], 5.0, 100))
+        await workspace.run(ExecRequest(["mkfifo", "mod.py"], 60.0, 100))
     else:
         for word, value in {"{secret}": str(secret), "{address}": "127.0.0.1", "{port}": "9"}.items():
             code = code.replace(word, value)
@@ -100,7 +101,7 @@ async def test_judged_work_earns_what_it_is_worth(sandbox, tmp_path, name):
     score = await scorer.score(ScoringJob(task, ExecutionEnd(ExecutionStatus.COMPLETED, "done")), workspace)
     assert score.value == pytest.approx(right / 3), [(m.name, m.passed, m.evidence) for m in score.milestones]
     assert await workspace.list() == before, "the workspace is as the agent left it, and nothing of the scorer is in it"
-    left = await workspace.run(ExecRequest(["sh", "-c", "ls /proc | grep -c '^[0-9]*$'"], 10.0, 100))
+    left = await workspace.run(ExecRequest(["sh", "-c", "ls /proc | grep -c '^[0-9]*$'"], 60.0, 100))
     assert int(left.stdout) <= 4, "something of the judged work is still running"
 
 
@@ -125,7 +126,7 @@ async def main(run):
     for name, attack in ATTACKS.items():
         workspace = await sandbox.create("w", {"kept": b"1"})
         result = await workspace.run(ExecRequest(["bash", "-c", attack.format(**words)], 1.5, 20000))
-        after = await workspace.run(ExecRequest(["sh", "-c", "echo on; ls /proc | grep -c '^[0-9]*$'"], 30.0, 1000))
+        after = await workspace.run(ExecRequest(["sh", "-c", "echo on; ls /proc | grep -c '^[0-9]*$'"], 60.0, 1000))
         assert after.stdout.startswith(b"on") and int(after.stdout.split()[1]) <= 4, (name, result, after)
         assert b"the secret" not in result.stdout + result.stderr, name
         assert open(words["secret"]).read() == "the secret\\n" and os.listdir(run + "/outside") == ["secret"], name
@@ -161,4 +162,7 @@ def test_all_attacks_fail_for_a_user_without_privileges():
             pytest.skip("users without privileges get no namespaces here")
         assert done.returncode == 0, done.stderr
         assert f"{len(PROGRAMS.ATTACKS)} attacks failed" in done.stdout
-    assert subprocess.run(["ps", "-u", user, "-o", "pid="], capture_output=True, text=True).stdout.split() == []
+    end = time.monotonic() + 60
+    while left := subprocess.run(["ps", "-u", user, "-o", "pid=,args="], capture_output=True, text=True).stdout:
+        assert time.monotonic() < end, left  # a keeper whose channel was closed ends by itself, in a moment of its own
+        time.sleep(0.05)

@@ -73,7 +73,7 @@ class Served:
     def __enter__(self):
         self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()))
         self.thread.start()
-        assert self.ready.wait(30)
+        assert self.ready.wait(60)
         return self.address
 
     async def serve(self):

@@ -62,7 +62,7 @@ def parts_of(folder: Path, hasty: int) -> Parts:
 async def test_a_proxy_that_dies_as_soon_as_it_is_ready_is_started_again(tmp_path: Path) -> None:
     parts = parts_of(tmp_path, 1)
     await parts.start_helper(parts.proxy)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         peer = await parts.proxy.reach()
     fleet: Any = parts.fleet
     assert [peer is child.peer for child in fleet.lives] == [False, True]
@@ -73,7 +73,7 @@ async def test_a_proxy_that_dies_as_soon_as_it_is_ready_is_started_again(tmp_pat
 async def test_a_proxy_that_always_dies_as_soon_as_it_is_ready_ends_the_run(tmp_path: Path) -> None:
     parts = parts_of(tmp_path, 1000)
     await parts.start_helper(parts.proxy)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await asyncio.wait([parts.failed])
     assert "keeping proxy alive" in str(parts.failed.exception())
     fleet: Any = parts.fleet
@@ -133,7 +133,7 @@ async def ended_with(folder: Path, proxy: Proxy) -> ev.ExecutionEnded:
     )
     rollout.plans["g"] = GroupPlan("g", Task("t", "do", ScorerSpec("files")), 1, Purpose.TRAIN, 1.0)
     rollout.start("g.0", "g", 0, 0)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await over.wait()
     (end,) = [event for event in events if isinstance(event, ev.ExecutionEnded)]
     return end

@@ -23,7 +23,7 @@ from gyre_rl.procs.tether import own_devices
 from gyre_rl.procs.wire import serve
 
 REACHABLE = ComponentContext("/run", "run", address="10.1.2.3")
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from gyre_harnesses.sandbox.local import LocalSandbox
 async def main():
     sandbox = LocalSandbox(LocalOptions(), ComponentContext(sys.argv[1], "test"))
     workspace = await sandbox.create("w", {"a": b"1"})
-    await workspace.run(ExecRequest(["sh", "-c", "mkdir d; echo x > d/f; chmod 000 d"], 10.0, 100))
+    await workspace.run(ExecRequest(["sh", "-c", "mkdir d; echo x > d/f; chmod 000 d"], 60.0, 100))
     print(workspace.path, flush=True)
     await asyncio.Event().wait()
 

@@ -95,7 +95,7 @@ async def attack_fails(workspace, host, attack):
     words, heard = host
     command = attack.format(**words)
     result = await workspace.run(ExecRequest(["bash", "-c", command], 1.5, 20_000))
-    after = await workspace.run(ExecRequest(["sh", "-c", "echo on; ls /proc | grep -c '^[0-9]*$'"], 20.0, 1000))
+    after = await workspace.run(ExecRequest(["sh", "-c", "echo on; ls /proc | grep -c '^[0-9]*$'"], 60.0, 1000))
     assert after.stdout.startswith(b"on\n"), (after, result)
     assert int(after.stdout.split()[1]) <= 4, "something of the attack is still running"
     assert b"the secret" not in result.stdout + result.stderr
@@ -128,13 +128,13 @@ async def test_the_folder_stays_small_whatever_is_written(workspace):
 async def test_holes_of_sparse_files_do_not_fill_the_hosts_disk_through_a_snapshot(workspace, tmp_path):
     """In the workspace they take no room; read back they would be gigabytes, at every rest."""
     made = await workspace.run(
-        ExecRequest(["bash", "-c", "for i in $(seq 40); do truncate -s 15M f$i; done; du -s ."], 20.0, 1000)
+        ExecRequest(["bash", "-c", "for i in $(seq 40); do truncate -s 15M f$i; done; du -s ."], 60.0, 1000)
     )
     assert int(made.stdout.split()[0]) < 1000
     with pytest.raises(InfrastructureError, match="holes of sparse files"):
         await workspace.snapshot(str(tmp_path / "rest"))
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("rest")] == []
-    await workspace.run(ExecRequest(["bash", "-c", "rm f*; head -c 1M /dev/zero > f"], 20.0, 1000))
+    await workspace.run(ExecRequest(["bash", "-c", "rm f*; head -c 1M /dev/zero > f"], 60.0, 1000))
     await workspace.snapshot(str(tmp_path / "rest"))
     assert (tmp_path / "rest").stat().st_size < 3 << 20
 
