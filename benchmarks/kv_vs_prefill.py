@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from gyre_kvxfer.rule import MoveRule
+from gyre_sched import CostPriors
+from gyre_sched.costs import Costs
 from kv_prefill_local import LocalPair
 from kv_prefill_support import Pair, make_model, prompt_of
 from kv_prefill_vllm import VLLMPair
@@ -133,7 +135,8 @@ def derived(pair: dict[str, Any], longest: int) -> dict[str, Any]:
     out = pair | {"breakeven_measured": measured, "breakeven_predicted": told}
     if measured and told:
         out["breakeven_error"] = round(abs(told - measured) / measured, 3)
-    return out | {f"ratio_{longest // 1024}k": round(rows[-1]["prefilled_s"] / rows[-1]["moved_s"], 1)}
+    ratio = round(rows[-1]["prefilled_s"] / rows[-1]["moved_s"], 1)
+    return out | scheduler(rows) | {f"ratio_{longest // 1024}k": ratio}
 
 
 async def measure_all(how: argparse.Namespace) -> dict[str, Any]:
@@ -170,6 +173,19 @@ def hardware() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
 
 
+def scheduler(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the scheduler's own rule makes of the same moves and of the engine's mean prefill speed: from where on it
+    moves, and the most that its choice loses at one of the lengths."""
+    costs = Costs(CostPriors())
+    for row in rows:
+        costs.moved(int(row["bytes"]), int(row["tokens"]), row["moved_s"])
+    costs.prefilled(sum(row["tokens"] for row in rows) / sum(row["prefilled_s"] for row in rows))
+    chosen = [row["moved_s"] if costs.carry_pays(int(row["tokens"])) else row["prefilled_s"] for row in rows]
+    lost = [c - min(row["moved_s"], row["prefilled_s"]) for c, row in zip(chosen, rows, strict=True)]
+    starts = next((n for n in range(1, int(rows[-1]["tokens"]) + 1) if costs.carry_pays(n)), None)
+    return {"scheduler_breakeven": starts, "scheduler_loses_ms": round(max(lost) * 1e3, 1)}
+
+
 def worst(pairs: list[dict[str, Any]]) -> dict[str, Any]:
     """What must hold for each, of the pair where it holds least."""
     live = [move for pair in pairs for move in pair["live"]]
@@ -178,6 +194,7 @@ def worst(pairs: list[dict[str, Any]]) -> dict[str, Any]:
     found = {name for pair in pairs for name in pair if name.startswith("ratio")}
     return {
         "breakeven_error": max(pair.get("breakeven_error", 9.9) for pair in pairs),
+        "scheduler_loses_ms": max(pair["scheduler_loses_ms"] for pair in pairs),
         **{name: min(pair[name] for pair in pairs) for name in found},
         "live_within": all(move["within"] for move in live),
         "live_same_tokens": all(move["same_tokens"] for move in live),
