@@ -21,7 +21,7 @@ def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_every_item_is_worked_on_once_and_the_first_error_is_told(processors: int) -> None:
     seen: list[int] = []
     threads: set[int] = set()
-    turn = threading.Barrier(min(processors, 2), timeout=30)
+    turn = threading.Barrier(min(processors, 2), timeout=60)
 
     def work(item: int) -> None:
         if item < 2 and processors > 1:
