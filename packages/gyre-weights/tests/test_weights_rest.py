@@ -29,7 +29,7 @@ from gyre_weights import (
     write_part,
 )
 from gyre_weights.manifest import MANIFEST
-from gyre_weights.shm import shm_root, sweep
+from gyre_weights.shm import join, shm_root, sweep
 from safetensors.torch import load_file
 from weights_models import bits, changed, empty_like, same, weights
 
@@ -389,6 +389,21 @@ def test_roots_of_the_dead_are_swept(tmp_path: Path, memory: Path) -> None:
     (root / "owner.json").write_text(json.dumps(owner | {"started": "1"}))
     folder.rmdir()
     assert sweep() == [root]
+
+
+def test_a_root_that_lives_on_in_others_is_not_swept(tmp_path: Path, memory: Path) -> None:
+    """The process that made it may end long before those who joined it; when they are gone, too, it goes."""
+    root = shm_root(tmp_path)
+    first, second = join(root), join(root)
+    publish_full(root, 1, weights(), kind="shm")
+    owner = json.loads((root / "owner.json").read_text())
+    (root / "owner.json").write_text(json.dumps(owner | {"started": "1"}))
+    for handle in (first, second):
+        assert sweep(base=memory, abandoned_s=-1.0) == []
+        assert same(torch_of(root / "v1"), weights())
+        os.close(handle)  # killed, as far as the kernel is concerned
+    assert sweep(base=memory, abandoned_s=-1.0) == [root]
+    assert not root.exists()
 
 
 def test_no_shared_memory_is_said(tmp_path: Path) -> None:

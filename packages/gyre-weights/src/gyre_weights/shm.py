@@ -4,7 +4,7 @@ A root is a folder under /dev/shm (Linux), named after the run's own folder, wit
 have the same form as on disk, so any reader of a folder can take them, and a mapping of them is the memory itself.
 Invariants: `v<N>` in the run's folder is a link to the version in memory, so a crash of one process loses nothing
 while the machine lives; `settle` puts the version published last on disk and gives the memory back; roots whose owner
-is gone and which nobody has published to for an hour are removed by `sweep`.
+is gone, which nobody uses and nobody has published to for an hour are removed by `sweep`.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def part(root: Path, handle: int) -> bool:
 
 
 def sweep(*, base: Path = SHM, abandoned_s: float = ABANDONED_S) -> list[Path]:
-    """Remove this user's roots whose owner is gone and which nobody published to for `abandoned_s`, or whose run's
-    folder is gone; which were removed."""
+    """Remove this user's roots whose owner is gone, which nobody has joined, and which nobody published to for
+    `abandoned_s` or whose run's folder is gone; which were removed."""
     gone = []
     for root in base.glob(f"{_PREFIX}{os.getuid()}-*"):
         try:
@@ -148,10 +148,21 @@ def sweep(*, base: Path = SHM, abandoned_s: float = ABANDONED_S) -> list[Path]:
             if not _idle_for(root, abandoned_s):
                 continue  # being made or being removed by somebody else
             alive, orphan, idle = False, True, 0.0
-        if not alive and (orphan or idle > abandoned_s):
-            remove(root)
+        if not alive and (orphan or idle > abandoned_s) and _remove_unused(root):
             gone.append(root)
     return gone
+
+
+def _remove_unused(root: Path) -> bool:
+    """Give a root's memory back unless some process has joined it: its first owner may be gone long before them."""
+    try:
+        handle = os.open(root / _USERS, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:  # never shared
+        remove(root)
+        return True
+    except OSError:
+        return False
+    return part(root, handle)
 
 
 def _idle_for(root: Path, seconds: float) -> bool:
