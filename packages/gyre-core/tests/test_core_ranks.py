@@ -161,6 +161,21 @@ async def test_what_died_with_the_ranks_is_not_exported(tmp_path: Path, model: P
         await satellite.close()
 
 
+async def test_ranks_write_behind_what_the_ranks_before_them_wrote(tmp_path: Path, model: Path) -> None:
+    """The log says why ranks were ended when others run already; an error quotes its own rank's words alone."""
+    log = tmp_path / "logs" / "fake-rank1.log"
+    log.parent.mkdir()
+    log.write_text("out of memory, said the rank before\n")
+    satellite = make(tmp_path)
+    try:
+        await satellite.start(WeightSource(2, str(model)), core=False)
+        error = await killed_during(satellite, satellite.load_weights(WeightSource(5, str(model))))
+    finally:
+        await satellite.close()
+    assert log.read_text().startswith("out of memory, said the rank before\n")
+    assert "out of memory" not in error
+
+
 async def killed_during(trainer: RankTrainer, command: Coroutine[Any, Any, Any]) -> str:
     """Rank 1 stands still, the command comes, rank 1 dies: the error that the command ends with."""
     pid, group = trainer.pids[1], trainer._group

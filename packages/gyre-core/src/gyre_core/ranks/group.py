@@ -56,10 +56,10 @@ class Reply:
 
 
 class _Rank:
-    """One process and its socket."""
+    """One process and its socket; its words begin at byte `begin` of the log, behind those of ranks before it."""
 
-    def __init__(self, index: int, process: asyncio.subprocess.Process, log: Path) -> None:
-        self.index, self.process, self.log = index, process, log
+    def __init__(self, index: int, process: asyncio.subprocess.Process, log: Path, begin: int) -> None:
+        self.index, self.process, self.log, self.begin = index, process, log, begin
         self.reader: asyncio.StreamReader | None = None
         self.writer: asyncio.StreamWriter | None = None
 
@@ -78,10 +78,12 @@ class _Rank:
 
     def tail(self) -> str:
         try:
-            text = self.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+            with self.log.open("rb") as log:
+                log.seek(max(self.begin, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                text = log.read().decode(errors="replace").strip()
         except OSError:
             return ""
-        return f" The end of its log {self.log}:\n{text}" if text else f" Its log {self.log} is empty."
+        return f" The end of its log {self.log}:\n{text}" if text else f" It wrote nothing to its log {self.log}."
 
     def end(self) -> None:
         if self.process.returncode is None:
@@ -134,7 +136,8 @@ class RankGroup:
         env = inherited_environment() | dict(plan.env) | {"PYTHONPATH": str(folder), "PYTHONUNBUFFERED": "1"}
         env |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(plan.world)}
         try:
-            with log.open("wb") as out:
+            with log.open("ab") as out:  # whoever is sent to the log looks for why the ranks before these ended
+                begin = out.tell()
                 process = await asyncio.create_subprocess_exec(
                     str(plan.python), "-m", plan.module, str(theirs.fileno()), str(index), str(plan.world),
                     pass_fds=(theirs.fileno(),), env=env, start_new_session=True, cwd=str(folder),
@@ -149,7 +152,7 @@ class RankGroup:
             ) from error  # fmt: skip
         finally:
             theirs.close()
-        self._ranks.append(_Rank(index, process, log))
+        self._ranks.append(_Rank(index, process, log, begin))
         return mine
 
     async def call(
