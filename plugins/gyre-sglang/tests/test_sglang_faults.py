@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gyre_core import ComponentContext, ConfigError, FinishReason, InfrastructureError
 from gyre_core.testing.engine_rig import Watched, call, is_idle, request_of
-from gyre_sglang import guard
+from gyre_sglang import client, guard
 from gyre_sglang.engine import SGLangEngine
 from gyre_sglang.options import SGLangOptions
 
@@ -21,8 +21,9 @@ PROMPT = list(range(30))
 
 
 @pytest.fixture
-def launched(context: ComponentContext, fake_path: Path) -> Any:
-    """An engine that starts the stand-in as a process of its own."""
+def launched(context: ComponentContext, fake_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine that starts the stand-in as a process of its own, and has time to learn how that ended."""
+    monkeypatch.setattr(client, "DEATH_PATIENCE_S", 60.0)
 
     def make(fault: str = "", **options: Any) -> SGLangEngine:
         command = (sys.executable, str(fake_path))
