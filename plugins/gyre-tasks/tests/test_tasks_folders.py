@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from gyre_core import ComponentContext, ConfigError, Kind, PluginManager
-from gyre_tasks.folders.loader import read_task
+from gyre_tasks.folders.loader import PYTHON, read_task
 from gyre_tasks.folders.options import FolderOptions
 from gyre_tasks.folders.taskset import FolderTaskSet
 from gyre_tasks.located import key_lines
@@ -77,7 +77,7 @@ def test_a_folder_becomes_a_task(tmp_path):
     )
     assert task.files == {"a/b.txt": b"b"}
     assert task.scorer.options["milestones"] == [
-        {"run": ["python3", "-I", "-", "one", "two"], "stdin": "print(1)\n", "name": "first"},
+        {"run": [*PYTHON, "one", "two"], "stdin": "print(1)\n", "name": "first"},
         {"run": "true", "weight": 3},
     ]
 

@@ -22,8 +22,17 @@ from gyre_tasks.located import Table, read_toml
 from gyre_tasks.splits import SPLITS, split_of
 
 DESCRIPTION = "task.toml"
-PYTHON = ("python3", "-I", "-")
-"""How a probe of `hidden/` runs: from standard input, without the workspace on its path."""
+_ALONE = (
+    "import ctypes, os, sys; "
+    "text = sys.stdin.buffer.read(); "
+    "os.dup2(os.open(os.devnull, os.O_RDONLY), 0); "
+    "ctypes.CDLL(None, use_errno=True).prctl(4, 0, 0, 0, 0) == 0 or sys.exit('prctl(PR_SET_DUMPABLE) failed'); "
+    "exec(compile(text, 'probe', 'exec'), {'__name__': '__main__'})"
+)
+"""A probe starts the agent's program, which then runs as the same user: it may neither open the probe's memory or files
+(the kernel refuses that for a process that is not dumpable) nor find the probe's text on an inherited input."""
+PYTHON = ("python3", "-I", "-c", _ALONE)
+"""How a probe of `hidden/` runs: from standard input, without the workspace on its path, closed to what it starts."""
 
 
 @dataclass(frozen=True, slots=True)
