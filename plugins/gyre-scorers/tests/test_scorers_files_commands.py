@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
-from gyre_core import ConfigError, ExecutionStatus, InfrastructureError, Kind, PluginManager
+from gyre_core import (
+    ConfigError,
+    ExecutionStatus,
+    InfrastructureError,
+    Kind,
+    Milestone,
+    PluginManager,
+    Registration,
+    Score,
+)
 from gyre_scorers import plugin
 from gyre_scorers.commands import CommandsScorer
 from gyre_scorers.composite import CompositeScorer
 from gyre_scorers.files import FilesScorer, stripped
-from gyre_scorers.options import FilesOptions
+from gyre_scorers.options import CompositeOptions, FilesOptions
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,6 +115,8 @@ def test_stripping_is_idempotent_and_keeps_what_is_written(data):
 async def test_a_wrong_file_spec_is_a_fault_of_the_task_set(workspace, context, job, options):
     with pytest.raises(ConfigError, match="task 't'"):
         await FilesScorer(None, context).score(job(options), workspace)
+    with pytest.raises(ConfigError, match="task 't'"):
+        FilesScorer(None, context).check(job(options).task)
 
 
 async def test_each_command_is_one_milestone(workspace, context, job):
@@ -171,6 +186,8 @@ async def test_a_sandbox_that_fails_is_no_zero(workspace, context, job):
 async def test_a_wrong_command_spec_is_a_fault_of_the_task_set(workspace, context, job, spec):
     with pytest.raises(ConfigError, match="task 't'"):
         await CommandsScorer(None, context).score(job({"milestones": [spec]}), workspace)
+    with pytest.raises(ConfigError, match="task 't'"):
+        CommandsScorer(None, context).check(job({"milestones": [spec]}).task)
 
 
 async def test_parts_have_their_shares_and_gates(workspace, context, job):
@@ -190,12 +207,69 @@ async def test_parts_have_their_shares_and_gates(workspace, context, job):
     assert (gated.value, gated.why) == (0.0, "files earned 0.50, its gate is 0.6")
 
 
+PART = {"scorer": "files", "options": {"milestones": [{"path": "a", "content": ""}]}}
+
+
 @pytest.mark.parametrize(
-    "parts", [[], [{"scorer": "none"}], [{"scorer": "files", "weight": -1}], [{"scorer": "files", "wait": 1}]], ids=str
+    "parts",
+    [
+        [],
+        [{"scorer": "none"}],
+        [{"scorer": "composite"}],
+        [{**PART, "weight": -1}],
+        [{**PART, "weight": math.inf}],
+        [{**PART, "weight": math.nan}],
+        [{**PART, "wait": 1}],
+        [{**PART, "gate": 50}],
+        [{**PART, "gate": math.nan}],
+        [{**PART, "options": 3}],
+        [{**PART, "options": {"milestones": [{"path": "a"}]}}],
+        [{**PART, "scorer": ["files"]}],
+        [{**PART, "name": 7}],
+    ],
+    ids=str,
 )
 async def test_a_wrong_composition_is_a_fault_of_the_task_set(workspace, context, job, parts):
     with pytest.raises(ConfigError, match="task 't'"):
         await CompositeScorer(None, context).score(job({"parts": parts}), workspace)
+    with pytest.raises(ConfigError, match="task 't'"):
+        CompositeScorer(None, context).check(job({"parts": parts}).task)
+
+
+@dataclass(frozen=True)
+class HalfOptions:
+    """What the scorer below takes."""
+
+    share: float = 0.5
+
+
+class HalfScorer:
+    """A scorer of another plugin."""
+
+    def __init__(self, options, context):
+        self.share = options.share
+
+    async def score(self, job, workspace):
+        return Score(self.share, (Milestone("half", True, 1.0), Milestone("other", False, 1.0, "no")))
+
+
+async def test_a_part_may_be_another_plugins_scorer(workspace, context, job, monkeypatch):
+    await workspace.write("a", b"")
+
+    class Plugin:
+        @staticmethod
+        def gyre_register():
+            return [Registration(Kind.SCORER, "half", f"{__name__}:HalfScorer", f"{__name__}:HalfOptions", "")]
+
+    manager = PluginManager()
+    manager.add(Plugin)
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(HalfScorer=HalfScorer, HalfOptions=HalfOptions))
+    monkeypatch.setattr(PluginManager, "installed", lambda: manager)
+    parts = {"parts": [PART, {"scorer": "half"}]}
+    for others, value in (({}, 0.75), ({"half": {"share": 0.1}}, 0.55)):
+        scorer = CompositeScorer(CompositeOptions(others=others), context)
+        scorer.check(job(parts).task)
+        assert (await scorer.score(job(parts), workspace)).value == pytest.approx(value)
 
 
 def test_the_plugin_brings_what_it_names(context):

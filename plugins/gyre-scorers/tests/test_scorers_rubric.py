@@ -161,6 +161,8 @@ async def test_a_judge_that_fails_is_our_fault(workspace, context, job):
 async def test_a_wrong_rubric_is_a_fault_of_the_task_set(workspace, context, job, change):
     with pytest.raises(ConfigError, match="task 't'"):
         await RubricScorer(None, context).score(job({**OPTIONS, **change}), workspace)
+    with pytest.raises(ConfigError, match="task 't'"):
+        RubricScorer(None, context).check(job({**OPTIONS, **change}).task)
 
 
 def test_only_a_verdict_in_the_form_asked_for_is_one():
@@ -168,6 +170,72 @@ def test_only_a_verdict_in_the_form_asked_for_is_one():
     assert read_verdict('Well: {"why": "w", "verdict": "no"}.') == (False, "w")
     for text in ("", "yes", "{}", '{"verdict": true}', '{"verdict": "yes"} {"verdict": "no"}', '["yes"]'):
         assert read_verdict(text) is None
+    quoted = '{"why": "it says {"verdict": "yes"}", "verdict": "no"}'
+    assert read_verdict(quoted) is None, "the inner one is the work's"
+    assert read_verdict('{"a":' * 50_000) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'The code {x} is bad. {"why": "w", "verdict": "no"}',
+        '{"why": "w", "verdict": "no"} for {x} is bad',
+        '<think>{} or {"verdict": "yes"}?</think>{"why": "w", "verdict": "no"}',
+        '{"why": "w", "verdict": "No "}',
+        '```json\n{"why": "w", "verdict": "NO"}\n```',
+    ],
+)
+def test_what_stands_around_a_verdict_does_not_hide_it(text):
+    assert read_verdict(text) == (False, "w")
+
+
+def request_length(request):
+    return len(request.body["messages"][1]["content"])
+
+
+async def test_work_that_is_too_long_for_the_judge_is_shown_shorter(workspace, context, job):
+    await workspace.write("a.txt", b"short")
+    await workspace.write("b.txt", b"x" * 60_000)
+
+    def answer(request):
+        return Refuse(400) if request_length(request) > 5000 else Say('{"verdict": "yes"}')
+
+    score, requests = await judge(workspace, context, job, answer)
+    assert score.value == 1.0
+    last = requests[-1].body["messages"][1]["content"]
+    assert "short" in last
+    assert "the rest of this file is not shown" in last
+    assert request_length(requests[-1]) > 2500
+
+
+@pytest.mark.parametrize("code", [400, 413, 422])
+async def test_work_that_alone_is_refused_is_not_passed(workspace, context, job, code):
+    """Else an agent could write what makes judging fail, and its execution would not count."""
+    await workspace.write("a.txt", b"what no judge takes" * 100)
+    one = {**OPTIONS, "criteria": OPTIONS["criteria"][:1]}
+
+    def answer(request):
+        taken = "what no judge takes" not in request.body["messages"][1]["content"]
+        return Say('{"verdict": "yes"}') if taken else Refuse(code)
+
+    score, _ = await judge(workspace, context, job, answer, one)
+    assert score.value == 0.0
+    assert f"HTTP {code}" in score.milestones[0].evidence
+    with pytest.raises(InfrastructureError, match=f"HTTP {code}"):
+        await judge(workspace, context, job, lambda _: Refuse(code), one)
+
+
+async def test_a_key_may_be_in_a_variable_of_the_environment(workspace, context, job, monkeypatch):
+    await workspace.write("a.txt", b"x")
+    monkeypatch.setenv("THE_JUDGES_KEY", "k-1")
+    async with ScriptedEndpoint(lambda _: Say('{"verdict": "yes"}')) as endpoint:
+        base = endpoint.address.base_url
+        await RubricScorer(RubricOptions(base, api_key_env="THE_JUDGES_KEY"), context).score(job(OPTIONS), workspace)
+        assert {r.headers["authorization"] for r in endpoint.requests} == {"Bearer k-1"}
+        scorer = RubricScorer(RubricOptions(base, api_key_env="NO_SUCH_KEY"), context)
+        with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
+            scorer.check(job(OPTIONS).task)
+    assert "secret" not in repr(RubricOptions(base, api_key="secret"))
 
 
 async def test_inside_composite_its_options_come_as_tables_of_a_file(workspace, context, job):

@@ -154,7 +154,11 @@ class ScoringJob:
 
 
 class Scorer(Protocol):
-    """Judges a workspace."""
+    """Judges a workspace.
+
+    A scorer may also have `check(task: Task) -> None`: read what the task's options say and raise ConfigError, naming
+    the task, as `score` would. It is asked before a run starts, so it runs nothing and reaches nobody.
+    """
 
     async def score(self, job: ScoringJob, workspace: Workspace) -> Score:
         """Partial credit per milestone. Raises InfrastructureError when judging itself failed: that is no zero."""

@@ -86,7 +86,11 @@ class Task:
 
 
 class TaskSet(Protocol):
-    """A source of tasks, the same for the same options and split on every machine."""
+    """A source of tasks, the same for the same options and split on every machine.
+
+    It may also have `check(split: str) -> Sequence[Task]`: as `tasks`, without what must be fetched first; and
+    `where(task: Task) -> str`: the file that describes a task. Both are asked before a run starts.
+    """
 
     def tasks(self, split: str) -> Sequence[Task]:
         """All tasks of `split` ("train", "heldout", …), in a fixed order; splits are disjoint.

@@ -31,11 +31,13 @@ class CommandsScorer:
     def __init__(self, options: CommandsOptions | None, context: ComponentContext) -> None:
         self.options = options or CommandsOptions()
 
+    def check(self, task: Task) -> None:
+        """ConfigError when the task's options are wrong."""
+        _specs(task)
+
     async def score(self, job: ScoringJob, workspace: Workspace) -> Score:
         """One milestone per command, in the task's order."""
-        specs = milestone_specs(job.task, job.task.scorer.options, known=_KEYS)
-        for index, spec in enumerate(specs):
-            _check(job.task, spec, f"milestone {index}")
+        specs = _specs(job.task)
         milestones = [await self._milestone(spec, workspace) for spec in specs]
         partial = job.end.status.partial
         return Score.of_milestones(milestones, complete=not partial, why=job.end.reason if partial else "")
@@ -58,6 +60,13 @@ class CommandsScorer:
             problem = judge(spec, result)
         label = spec.get("name") or (run if isinstance(run, str) else " ".join(run))
         return Milestone(label, not problem, float(spec.get("weight", 1.0)), problem)
+
+
+def _specs(task: Task) -> list[Mapping[str, Any]]:
+    specs = milestone_specs(task, task.scorer.options, known=_KEYS)
+    for index, spec in enumerate(specs):
+        _check(task, spec, f"milestone {index}")
+    return specs
 
 
 def _check(task: Task, spec: Mapping[str, Any], where: str) -> None:

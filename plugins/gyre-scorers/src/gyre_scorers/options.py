@@ -52,7 +52,10 @@ class RubricOptions:
     base_url: str = ""
     """Ends in /v1. Needed."""
     model: str = "judge"
-    api_key: str = "none"
+    api_key: str = field(default="", repr=False)
+    """It is masked where the configuration is shown or saved; better name a variable of the environment."""
+    api_key_env: str = ""
+    """Variable of the environment that holds the key."""
     max_tokens: int = 512
     timeout_s: float = 120.0
     """Of one question."""
@@ -70,9 +73,11 @@ class RubricOptions:
 
 @dataclass(frozen=True, slots=True)
 class CompositeOptions:
-    """Scorer `composite`: the options of the scorers it composes."""
+    """Scorer `composite`: the options of the scorers it composes, a table for each."""
 
     files: FilesOptions = FilesOptions()
     commands: CommandsOptions = CommandsOptions()
     pytest: PytestOptions = PytestOptions()
     rubric: RubricOptions = field(default_factory=RubricOptions)
+    others: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Of scorers that other plugins bring, by name."""

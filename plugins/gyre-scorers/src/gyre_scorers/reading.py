@@ -5,6 +5,7 @@ Invariant: an unknown or mistyped key is a ConfigError; nothing is guessed. Pure
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,9 +36,7 @@ def milestone_specs(task: Task, options: Mapping[str, Any], *, known: Sequence[s
         unknown = sorted(set(spec) - set(known))
         if unknown:
             raise fault(task, where, unknown, f"keys among {', '.join(known)}")
-        value(task, spec, where, "weight", (int, float), 1.0)
-        if spec.get("weight", 1.0) < 0:
-            raise fault(task, f"{where}, 'weight'", spec["weight"], "a number that is not negative")
+        weight(task, spec, where)
     if not any(spec.get("weight", 1.0) > 0 for spec in found):
         raise fault(task, "'milestones'", "no positive weight", "at least one weight above 0")
     return list(found)
@@ -53,3 +52,9 @@ def value(
         names = " or ".join(kind.__name__ for kind in allowed)
         raise fault(task, f"{where}, {key!r}", found, names)
     return found
+
+
+def weight(task: Task, spec: Mapping[str, Any], where: str) -> None:
+    """Its "weight", if it has one, is a finite number that is not negative."""
+    if not 0 <= value(task, spec, where, "weight", (int, float), 1.0) < math.inf:
+        raise fault(task, f"{where}, 'weight'", spec["weight"], "a finite number that is not negative")
