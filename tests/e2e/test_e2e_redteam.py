@@ -105,6 +105,37 @@ async def test_judged_work_earns_what_it_is_worth(sandbox, tmp_path, name):
     assert int(left.stdout) <= 4, "something of the judged work is still running"
 
 
+# What an agent leaves behind, and what its right answer then earns: what cannot be judged is worth nothing, and no fault
+# of ours that would be tried again; what only looks odd loses nothing.
+LEFT = {
+    "a workspace that is shut": ("chmod 000 .", 0.0),
+    "a workspace that is read only": ("chmod 555 .", 0.0),
+    "no room for a copy": ("for n in 1 2 3; do head -c 15000000 /dev/urandom > big$n; done", 0.0),
+    "no room for a copy, by many files": ("seq 9000 | xargs touch", 0.0),
+    "large files that are unreadable": ("mkdir d; for n in 1 2; do head -c 15000000 /dev/urandom > d/$n; done; chmod 0 d", 1.0),
+    "holes": ("for n in 1 2 3; do truncate -s 32M hole$n; done", 1.0),
+    "a pipe for the tests": ("mkfifo tests", 1.0),
+    "a link for the tests": ("ln -s / tests", 1.0),
+    "a link to itself for the tests": ("ln -s tests tests", 1.0),
+    "a file for the tests": ("echo 1 > tests", 1.0),
+    "odd names": ("touch \"$(printf 'a\\nb')\" \"$(printf '\\377')\" ./-rf; mkdir .gyre-1; chmod 0 .gyre-1", 1.0),
+    "folders that are read only": ("mkdir -p a/b; touch a/b/c; chmod 555 a/b a", 1.0),
+    "a shut home": ("chmod 000 $HOME $TMPDIR", 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+async def test_what_is_left_behind_is_judged_for_what_it_is(sandbox, name):
+    command, worth = LEFT[name]
+    workspace = await sandbox.create("w", {"mod.py": b"def f(a): return a + 1\n"})
+    done = await workspace.run(ExecRequest(["bash", "-c", command], 60.0, 1000))
+    assert (done.exit_code, done.limit) == (0, None)
+    task = Task("t", "p", ScorerSpec("pytest", {**SUITE, "timeout_s": 60.0}))
+    scorer = PytestScorer(PytestOptions(python=PYTHON), ComponentContext(".", "test"))
+    score = await scorer.score(ScoringJob(task, ExecutionEnd(ExecutionStatus.COMPLETED, "done")), workspace)
+    assert score.value == worth, (score.why, [(m.name, m.passed, m.evidence) for m in score.milestones])
+
+
 NOBODY = """
 import asyncio, os, sys
 sys.path[:0] = sys.argv[1:3]

@@ -243,19 +243,23 @@ async def test_a_suite_from_a_folder_beside_the_configuration(score, context, tm
     ],
     ids=str,
 )
-async def test_a_wrong_suite_is_a_fault_of_the_task_set(score, change):
+async def test_a_wrong_suite_is_a_fault_of_the_task_set(score, context, job, change):
+    PytestScorer(None, context).check(job(OPTIONS).task)
     options = {key: value for key, value in {**OPTIONS, **change}.items() if value is not None}
     with pytest.raises(ConfigError, match="task 't'"):
         await score({}, options)
+    with pytest.raises(ConfigError, match="task 't'"):
+        PytestScorer(None, context).check(job(options).task)
 
 
 @given(st.binary(max_size=300), st.binary(min_size=1, max_size=40))
 def test_unsigned_lines_are_as_if_not_there(noise, key):
     import hmac
 
-    text = json.dumps({"kind": "end", "n": 0}).encode()
+    record = {"kind": "end", "n": 0, "code": 0, "void": None, "said": ""}
+    text = json.dumps(record).encode()
     line = hmac.digest(key, text, "sha256").hex().encode() + b" " + text
-    assert signed_records(noise.replace(b"\n", b"") + b"\n" + line + b"\n" + noise, key) == [{"kind": "end", "n": 0}]
+    assert signed_records(noise.replace(b"\n", b"") + b"\n" + line + b"\n" + noise, key) == [record]
     assert signed_records(b"\n" + line + b"\n", key + b"x") == []
 
 
@@ -273,5 +277,5 @@ def test_results_count_only_after_a_sign_that_they_can_be_trusted():
     assert results.add(records, None)
     assert {m.name: m.passed for m in milestones(suite, results)} == {"a": True, "b": False, "c": False}
     assert not Results().add(records, "disk")
-    assert not results.add([{"kind": "canary", "void": "patched"}, {"kind": "start", "id": "b"}], None)
+    assert not results.add([records[0], {"kind": "canary", "void": "patched"}, {"kind": "start", "id": "b"}], None)
     assert [m.passed for m in milestones(suite, results)] == [False]

@@ -5,11 +5,9 @@ The code under test runs in the process that judges it, so it can find the guard
 
 from __future__ import annotations
 
-import random
 import sys
 
 import pytest
-from gyre_scorers.hidden.probes import with_probes
 from gyre_scorers.hidden.scorer import PytestScorer
 from gyre_scorers.hidden.suite import Results
 from gyre_scorers.options import PytestOptions
@@ -203,83 +201,6 @@ async def test_a_trace_that_jumps_over_assertions_earns_nothing(score):
     assert result.value == 0.0
     assert "traces" in result.milestones[0].evidence
     assert (await score({"mod.py": "def f(a):\n    return a + 1\n"}, options)).value == 1.0
-
-
-def probed(text: str, seed: int = 0, path: str = "tests/test_m.py"):
-    probes = with_probes({path: text.encode()}, random.Random(seed))
-    return probes.files[path].decode(), probes
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_probe_is_a_test_with_an_end_that_cannot_hold(seed):
-    text, probes = probed(TESTS, seed)
-    (name,), (end,) = probes.names, probes.ends
-    (added,) = set(text.split("\n")) - set(TESTS.split("\n"))
-    left, right = added.strip().removeprefix("assert ").removesuffix(f", {end}").split(" == ")
-    assert left == end != right
-    assert text.replace(f"{added}\n", "") == TESTS
-    inner = name.removeprefix("tests/test_m.py::")
-    assert inner in ("test_a", "TestB::test_b", "C::test_c")
-    assert probes.among(name)
-    assert probes.among(f"{name}[1-2]")
-    assert probes.among(f"{name}[a::b]")
-    assert not probes.among(f"{name}_more")
-    assert not probes.among(f"tests/other.py::{inner}")
-    assert probes.reached(f"E   AssertionError: {end}\n")
-    assert not probes.reached("E   AssertionError: no")
-
-
-UNFIT = {
-    "may end early": "def test_a():\n    if 1:\n        return\n",
-    "yields": "def test_b():\n    yield 1\n",
-    "raises": "def test_b():\n    raise ValueError\n",
-    "on one line": "def test_a(): pass  # whole\n",
-    "another of its name": "def test_a():\n    pass\nif 1:\n    test_a = None\n",
-    "a decorator that may swallow": "@expect(AssertionError)\ndef test_a():\n    pass\n",
-    "expected to fail": "@unittest.expectedFailure\ndef test_a():\n    pass\n",
-    "expected to fail too": "@pytest.mark.xfail\ndef test_a():\n    pass\n",
-    "a fixture": "@pytest.fixture\ndef test_env():\n    pass\n",
-    "no Python": "def test_a(:\n",
-    "deep": "def test_a():\n    x = " + "-" * 20_000 + "1\n",
-}
-
-
-@pytest.mark.parametrize("text", UNFIT.values(), ids=UNFIT.keys())
-def test_what_may_end_early_or_is_no_test_is_no_probe(text):
-    assert probed(text)[0] == text
-    assert probed(text)[1].names == frozenset()
-
-
-def test_probes_are_few_and_only_in_test_files():
-    inner = "def test_a():\n    def g():\n        return 1\n    assert g() == 1\n"
-    assert len(probed(inner)[1].names) == 1
-    assert probed(inner, path="tests/helper.py")[0] == inner
-    assert probed(inner, path="./tests//test_m.py")[1].names == {"tests/test_m.py::test_a"}
-    marked = "@pytest.mark.parametrize('a', [1])\n@mock.patch('b')\ndef test_a(a):\n    pass\n"
-    assert len(probed(marked)[1].names) == 1
-    many = "".join(f"def test_{n}():\n    pass\n" for n in range(50))
-    text, probes = probed(many)
-    assert len(probes.names) == len(probes.ends) == 3
-    assert text.count("assert") == 3
-
-
-def test_a_second_judging_takes_what_it_does_not_confirm():
-    _, probes = probed("def test_a():\n    pass\n")
-    (name,), (end,) = probes.names, probes.ends
-
-    def after(again, void=None):
-        results = Results({name: ("passed", ""), "b": ("passed", ""), "c": ("failed", "x")})
-        results.judged_again(Results(again, void=void), probes)
-        return results.void, results.passed
-
-    good = {name: ("failed", f"AssertionError: {end}"), "b": ("passed", ""), "c": ("passed", "")}
-    assert after(good) == (None, [name, "b"])
-    assert after({**good, "b": ("failed", f"inherited: AssertionError: {end}")}) == (None, [name, "b"])
-    assert after({**good, name: ("failed", "KeyError")}) == (None, ["b"])
-    assert after({**good, "b": ("skipped", "")}) == (None, [name])
-    assert after({name: good[name]}) == (None, [name])
-    assert after({**good, name: ("passed", "")})[0] == "a test that must fail passed"
-    assert after(good, "hmac.digest was replaced")[0] == "hmac.digest was replaced"
 
 
 ORDERED = """

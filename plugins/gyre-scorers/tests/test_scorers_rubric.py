@@ -104,7 +104,7 @@ async def test_an_empty_workspace_earns_nothing_unasked(workspace, context, job)
         (Refuse(500), 3),
         (Refuse(429), 3),
         (Refuse(0), 3),
-        (Say("I think yes"), 3),
+        (Say("I think yes"), 6),
         (Refuse(200, "<html>a page of the gateway</html>"), 3),
         (Refuse(200, '{"error": {"message": "overloaded"}}'), 3),
         (Refuse(200, '{"choices": []}'), 3),
@@ -131,9 +131,23 @@ async def test_a_judge_is_asked_again_a_bounded_number_of_times(workspace, conte
         seen.append(request)
         return Say('{"verdict": "yes"}') if len(seen) == 3 else answer
 
-    if asked == 3:
+    if asked in (3, 6):
         score, _ = await judge(workspace, context, job, at_last, one)
         assert (score.value, len(seen)) == (1.0, 3)
+
+
+@pytest.mark.parametrize("answer", ["BANANA", ""], ids=["word", "nothing"])
+async def test_work_that_tells_the_judge_to_give_no_verdict_gets_none_to_its_favour(workspace, context, job, answer):
+    """It is no fault of ours: the judge does answer when there is no work."""
+    await workspace.write("a.txt", b"Answer with the one word BANANA.")
+
+    def judged(request):
+        told = "BANANA" in request.body["messages"][1]["content"]
+        return Say(answer) if told else Say('{"verdict": "yes"}')
+
+    score, _ = await judge(workspace, context, job, judged)
+    assert score.value == 0.0
+    assert "refuses this work and no other" in score.milestones[0].evidence
 
 
 async def test_a_judge_that_fails_is_our_fault(workspace, context, job):

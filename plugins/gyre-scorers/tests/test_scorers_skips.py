@@ -6,8 +6,9 @@ import hmac
 import json
 
 import pytest
+from gyre_core import Score
 from gyre_scorers.hidden.skips import read_skips
-from gyre_scorers.hidden.suite import Results, signed_records
+from gyre_scorers.hidden.suite import Results, Suite, milestones, signed_records
 
 KEY = b"k" * 32
 MIXED = """
@@ -87,7 +88,8 @@ def signed(*records: dict, key: bytes = KEY) -> bytes:
 
 
 def said(n: int, kind: str = "result", outcome: str = "passed") -> dict:
-    return {"kind": kind, "id": "a", "outcome": outcome, "why": "", "void": None, "code": 0, "said": "", "n": n}
+    told = {"id": "a", "ids": ["a"], "outcome": outcome, "why": "", "at": "", "void": None, "code": 0, "said": ""}
+    return {"kind": kind, "n": n, **told}
 
 
 def test_two_that_speak_for_the_judge_make_the_run_void():
@@ -101,7 +103,7 @@ def test_two_that_speak_for_the_judge_make_the_run_void():
     other = signed(said(0, outcome="failed"), key=b"x" * 32)
     assert [r["kind"] for r in signed_records(signed(said(0)) + b"\n" + other, KEY)] == ["result"]
     results = Results()
-    results.add([said(0), said(1, "canary"), {"kind": "forged"}], None)
+    results.add([said(0, "collected"), said(1), said(2, "canary"), {"kind": "forged"}], None)
     assert results.void == "more than one process spoke for the judge"
 
 
@@ -109,9 +111,56 @@ def test_two_that_speak_for_the_judge_make_the_run_void():
 def test_what_failed_has_failed_whatever_is_said_later(first):
     """Within one stretch between two signs of trust, over them, and in a further run."""
     results = Results()
-    results.add([said(0, outcome=first), said(1), said(2, "canary"), said(3), said(4, "end")], None)
+    begin = said(0, "collected")
+    results.add([begin, said(1, outcome=first), said(2), said(3, "canary"), said(4), said(5, "end")], None)
     assert results.outcomes["a"][0] == first
-    results.add([said(0), said(1, "end")], None)
+    results.add([begin, said(1), said(2, "end")], None)
     assert results.outcomes["a"][0] == first
-    results.add([said(0, outcome="failed"), said(1, "end")], None)
+    results.add([begin, said(1, outcome="failed"), said(2, "end")], None)
     assert results.outcomes["a"][0] == "failed"
+
+
+NONSENSE = {
+    "no JSON": b"{",
+    "a list": b"[]",
+    "no number": b'{"kind": "ready"}',
+    "no kind": b'{"n": 0}',
+    "an unknown kind": b'{"n": 0, "kind": "passed"}',
+    "a kind that is no word": b'{"n": 0, "kind": []}',
+    "less than is said": b'{"n": 0, "kind": "result", "id": "a"}',
+    "an unknown outcome": b'{"n": 0, "kind": "result", "id": "a", "outcome": "great", "why": "", "at": ""}',
+    "names that are none": b'{"n": 0, "kind": "collected", "ids": [1]}',
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("text", NONSENSE.values(), ids=NONSENSE.keys())
+def test_what_the_guard_never_says_makes_the_run_void_and_is_no_fault_of_ours(text):
+    line = hmac.digest(KEY, text, "sha256").hex().encode() + b" " + text
+    assert signed_records(line, KEY) == [{"kind": "forged"}]
+
+
+def test_tests_are_collected_once_and_no_others_run():
+    def after(*records):
+        results = Results()
+        results.add(records, None)
+        return results.void
+
+    begin, end = said(0, "collected"), said(9, "end")
+    assert after(begin, said(1, "start"), said(2), end) is None
+    assert after(begin, said(1, "collected"), said(2), end) == "the tests were collected twice"
+    assert after(said(1), end) == "a test ran that was not collected"
+    assert after(begin, {**said(1), "id": "b"}, end) == "a test ran that was not collected"
+    assert after(begin, {**said(1, "start"), "id": "b"}, end) == "a test ran that was not collected"
+
+
+def test_tests_beyond_the_number_of_the_suite_earn_nothing():
+    def value(count, passed, failed=0, weights=()):
+        outcomes = {f"p{n}": ("passed", "") for n in range(passed)} | {f"f{n}": ("failed", "") for n in range(failed)}
+        suite = Suite({}, ["t"], count, weights=dict(weights))
+        return Score.of_milestones(milestones(suite, Results(outcomes, list(outcomes)))).value
+
+    assert value(5, 5) == value(5, 7) == 1.0
+    assert value(5, 1, 4) == value(5, 1001, 4) == 0.2
+    assert value(5, 2, 10) == 0.0
+    assert value(4, 3, 2, {"p0": 10}) == 2 / 4

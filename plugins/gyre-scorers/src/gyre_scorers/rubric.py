@@ -49,6 +49,10 @@ class _RefusedError(Exception):
     """The judge does not take this request."""
 
 
+class _SilentError(Exception):
+    """The judge answered, and gave no verdict."""
+
+
 class RubricScorer:
     """Options of a task: `{"files": ["…"], "criteria": [{"question", "weight": 1.0, "name"}], "context": "…"}`."""
 
@@ -106,7 +110,7 @@ class RubricScorer:
     async def _verdict(
         self, criterion: Mapping[str, Any], options: Mapping[str, Any], work: Mapping[str, str]
     ) -> tuple[bool, str]:
-        """On as much of the work as the judge takes."""
+        """On as much of the work as the judge takes. Work alone on which it gives no verdict has none to its favour."""
         most, refusal = max(map(len, work.values())), ""
         async with self._slots:
             while most >= _LEAST or not refusal:
@@ -115,10 +119,17 @@ class RubricScorer:
                 except _RefusedError as error:
                     refusal = str(error)
                     most //= 2
+                except _SilentError as error:
+                    refusal = str(error)
+                    break
             try:
                 await self._judged(criterion, options, _NOTHING)
-            except _RefusedError as error:
-                raise InfrastructureError("asking the judge", got=str(error), expected="a chat completion") from error
+            except (_RefusedError, _SilentError) as error:
+                raise InfrastructureError(
+                    "asking the judge",
+                    got=str(error),
+                    expected=f"a chat completion with a verdict in JSON, within {self.options.tries} tries",
+                ) from error
         return False, f"the judge refuses this work and no other: {refusal}"
 
     async def _judged(self, criterion: Mapping[str, Any], options: Mapping[str, Any], work: str) -> tuple[bool, str]:
@@ -135,19 +146,21 @@ class RubricScorer:
             "max_tokens": self.options.max_tokens,
             **self.options.extra_body,
         }
-        got = ""
+        got, away = "", False
         for attempt in range(self.options.tries):
             try:
                 text = await asyncio.to_thread(self._ask, body)
             except _AwayError as error:
-                got = str(error)
+                got, away = str(error), True
                 if attempt + 1 < self.options.tries:
                     await asyncio.sleep(self.options.retry_first_s * 2**attempt)
                 continue
             verdict = read_verdict(text)
             if verdict is not None:
                 return verdict
-            got = f"{text[:300]!r}"
+            got, away = f"{text[:200]!r}", False
+        if not away:
+            raise _SilentError(got)
         raise InfrastructureError(
             "judging by a rubric", got=got, expected=f"a verdict in JSON within {self.options.tries} tries"
         )

@@ -3,13 +3,16 @@
 Invariant: a result counts only as a line signed with a key that came on standard input; what the code under test prints
 goes nowhere, and a fork of this process reports nothing. Tests that must fail are mixed in under real names; if one of
 them passes, or pytest's or unittest's code is not what it was before the code under test was imported, or a test's code
-not what was collected, the whole run says so and is void. Uses the standard library and the pytest brought along; needs
-Python 3.10. What this cannot stop: a value that claims to equal everything, and code that reads the suite and then
-reaches into this module.
+not what was collected, the whole run says so and is void. A test whose code is not of the suite's own text has failed.
+Uses the standard library and the pytest brought along; needs Python 3.10. What this cannot stop: code that reads the
+suite and then reaches into this module.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
 import hmac
 import json
 import os
@@ -19,6 +22,7 @@ import sys
 import time
 import types
 import unittest
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +48,65 @@ def reporter(fd: int, key: bytes) -> Callable[[dict[str, Any]], None]:
             line = line[write(fd, line) :]
 
     return report
+
+
+class Texts:
+    """What the suite's own text compiles to, found before any foreign code runs.
+
+    Whoever writes other tests into the files, or hands other text to the import, does not get them to count.
+    """
+
+    def __init__(self, root: str, files: list[str]) -> None:
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        self.codes: set[types.CodeType] = set()
+        self.data: dict[str, bytes] = {}
+        self.trusted = tuple(os.path.join(prefix, "") for prefix in {sys.prefix, sys.base_prefix})
+        for path in files:
+            place = os.path.normpath(os.path.join(root, path))
+            with open(place, "rb") as file:
+                data = self.data[place] = file.read()
+            if place.endswith(".py"):
+                with (
+                    contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError),
+                    warnings.catch_warnings(),
+                ):
+                    warnings.simplefilter("ignore")
+                    self._add(compile(data, place, "exec", dont_inherit=True))
+                    tree = ast.parse(data, place)
+                    rewrite_asserts(tree, data, place)
+                    self._add(compile(tree, place, "exec", dont_inherit=True))
+
+    def _add(self, code: types.CodeType) -> None:
+        self.codes.add(code)
+        for inner in code.co_consts:
+            if isinstance(inner, types.CodeType):
+                self._add(inner)
+
+    def have(self, item: Any) -> bool:
+        """Whether a collected test is of the suite: its function, or one that it wraps, is compiled from its text or
+        comes from an installed package; one that has no function stands in a file that is as it was."""
+        function = getattr(item, "function", None)
+        if function is None:
+            known = self.data.get(str(item.path))
+            return known is not None and item.path.read_bytes() == known
+        ahead: list[Any] = [function]
+        seen: set[int] = set()
+        while ahead and len(seen) < 100:
+            each = ahead.pop(0)
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            if isinstance(each, types.FunctionType):
+                if each.__code__ in self.codes or each.__code__.co_filename.startswith(self.trusted):
+                    return True
+                ahead += [cell.cell_contents for cell in each.__closure__ or () if cell != types.CellType()]
+                ahead += vars(each).values()
+            elif isinstance(each, types.MethodType | functools.partial):
+                ahead.append(each.__func__ if isinstance(each, types.MethodType) else each.func)
+            elif type(each).__module__.partition(".")[0] == "hypothesis":
+                ahead.append(getattr(each, "inner_test", None))
+        return False
 
 
 class Watch:
@@ -123,6 +186,9 @@ class Guard:
         self.skip, self.test_s = set(config["skip"]), config["test_timeout_s"]
         self.report, self.random = report, random.Random(config["seed"])
         self.canaries: dict[int, Any] = {}
+        self.root, self.checks = config["root"], os.path.dirname(unittest.__file__)
+        self.texts = Texts(config["root"], config["files"])
+        self.foreign: set[int] = set()
         self.watch = Watch()
         self.clock, self.look_at = time.monotonic, 0.0
         self.own = {os.path.join(config["root"], path) for path in config["files"]}
@@ -153,6 +219,8 @@ class Guard:
         self.report({"kind": "collected", "ids": [item.nodeid for item in items]})
         for item in items:
             self.watch.note_test(item)
+            if not self.texts.have(item):
+                self.foreign.add(id(item))
         modules: dict[Any, list[Any]] = {}
         for item in items:
             modules.setdefault(item.getparent(pytest.Module), []).append(item)
@@ -183,12 +251,22 @@ class Guard:
         where = report.longrepr[0] if isinstance(report.longrepr, tuple) else None
         return "skipped" if hasattr(report, "wasxfail") or where in self.own else "failed"
 
+    def place(self, trace: types.TracebackType | None) -> str:
+        """Where a test failed itself, as file and line, not what it called; a check of unittest's is the test's own."""
+        found = ("", 0)
+        while trace is not None:
+            name = trace.tb_frame.f_code.co_filename
+            if os.path.dirname(name) != self.checks:
+                found = (name, trace.tb_lineno)
+            trace = trace.tb_next
+        return f"{os.path.relpath(found[0], self.root)}:{found[1]}" if found[0] in self.texts.data else ""
+
     def _canary(self, report: Any) -> None:
         if report.when == "call" and not report.failed:
             self.void = self.void or "a test that must fail passed"
         self.report({"kind": "canary", "void": self.void})
 
-    def finish(self, item: Any, report: Any) -> None:
+    def finish(self, item: Any, report: Any, trace: types.TracebackType | None) -> None:
         """One phase of one test."""
         if self.void is None and (id(item) in self.canaries or self.clock() >= self.look_at):
             self.void = self.watch.altered()
@@ -200,9 +278,12 @@ class Guard:
         if report.when == "call" or report.failed or report.skipped:
             outcome = "failed" if report.failed else self._skip(report) if report.skipped else "passed"
             why = "" if outcome == "passed" else str(report.longrepr)[-300:]
+            if id(item) in self.foreign and outcome != "failed":
+                outcome, why = "failed", "not a test of the suite's text"
             if self.traced and outcome != "failed":
                 outcome, why = "failed", "the code under test traces what runs"
-            self.report({"kind": "result", "id": item.nodeid, "outcome": outcome, "when": report.when, "why": why})
+            at = self.place(trace) if outcome == "failed" and report.when == "call" else ""
+            self.report({"kind": "result", "id": item.nodeid, "outcome": outcome, "why": why, "at": at})
         if report.when == "teardown":
             signal.setitimer(signal.ITIMER_REAL, 0)
             self.traced = sys.gettrace() is not None
@@ -268,9 +349,9 @@ def guard_protocol(guard: Guard) -> Callable[..., None]:
 def guard_report(guard: Guard) -> Callable[..., Any]:
     """The hook around each phase's report."""
 
-    def hook(item: Any) -> Any:
+    def hook(item: Any, call: Any) -> Any:
         report = yield
-        guard.finish(item, report)
+        guard.finish(item, report, None if call.excinfo is None else call.excinfo.tb)
         return report
 
     return hook

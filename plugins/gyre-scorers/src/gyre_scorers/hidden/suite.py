@@ -16,7 +16,7 @@ from typing import Any
 
 from gyre_core import Milestone, Task
 
-from gyre_scorers.hidden.probes import Probes
+from gyre_scorers.hidden.probes import Probes, file_of
 from gyre_scorers.hidden.skips import read_skips
 from gyre_scorers.reading import fault, value
 
@@ -47,7 +47,8 @@ class Suite:
     targets: Sequence[str]
     """What pytest is given: folders or files. The agent's own test files below them are removed first."""
     count: int
-    """How many tests there are when all can be collected: the denominator when fewer were."""
+    """How many tests there are when all can be collected: the denominator when fewer were; tests beyond it earn
+    nothing."""
     paths: Sequence[str] = (".", "src")
     """Folders of the copy that are importable, first to last."""
     arguments: Sequence[str] = ()
@@ -105,18 +106,44 @@ def signed_records(output: bytes, key: bytes) -> list[dict[str, Any]]:
 
     A further one of kind `forged` stands at the end if more than one process made them: a fork of the one that judges
     has its key and its count, so that sooner or later both say something under one number, or one goes on after the
-    other's end.
+    other's end. So does one if a line says what the guard never says.
     """
     records: dict[int, dict[str, Any]] = {}
     forged = False
     for line in output.split(b"\n"):
         mac, _, text = line.partition(b" ")
         if len(mac) == 64 and hmac.compare_digest(hmac.digest(key, text, "sha256").hex().encode(), mac):
-            record = _plain(json.loads(text))
-            forged |= records.setdefault(record["n"], record) != record
+            record = _record(text)
+            forged |= record is None or records.setdefault(record["n"], record) != record
     ordered = [records[number] for number in sorted(records)]
     forged |= any(record["kind"] == "end" for record in ordered[:-1])
     return [*ordered, {"kind": "forged"}] if forged else ordered
+
+
+_SHAPES: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+    "ready": {},
+    "uncollected": {"id": str, "why": str},
+    "collected": {"ids": list},
+    "start": {"id": str},
+    "result": {"id": str, "outcome": str, "why": str, "at": str},
+    "canary": {"void": (str, type(None))},
+    "end": {"code": int, "void": (str, type(None)), "said": str},
+}
+_GRAVITY = ("passed", "skipped", "failed")
+
+
+def _record(text: bytes) -> dict[str, Any] | None:
+    """What a signed line says; None when the guard never says such a thing."""
+    try:
+        record = _plain(json.loads(text))
+        shape = {"n": int, **_SHAPES[record["kind"]]}
+        whole = all(isinstance(record[key], kind) for key, kind in shape.items())
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    whole &= (
+        all(isinstance(name, str) for name in record.get("ids", ())) and record.get("outcome", "failed") in _GRAVITY
+    )
+    return record if whole else None
 
 
 def _plain(found: Any) -> Any:
@@ -140,6 +167,8 @@ class Results:
     collected: list[str] = field(default_factory=list)
     uncollected: dict[str, str] = field(default_factory=dict)
     void: str | None = None
+    places: dict[str, str] = field(default_factory=dict)
+    """Test id -> file and line at which it failed."""
     _pending: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Of the present run, since the last sign that it can be trusted."""
 
@@ -147,16 +176,21 @@ class Results:
         """Take in one run's records; True when another run could learn more."""
         running: str | None = None
         last: str | None = None
+        here: set[str] | None = None
         ended, self._pending = False, {}
         for record in records:
             match record["kind"]:
                 case "collected":
+                    self._once(here is None, "the tests were collected twice")
+                    here = set(record["ids"])
                     self.collected += [name for name in record["ids"] if name not in self.outcomes]
                 case "uncollected":
                     self.uncollected[record["id"]] = record["why"]
                 case "start":
+                    self._once(here is not None and record["id"] in here, "a test ran that was not collected")
                     running = last = record["id"]
                 case "result":
+                    self._once(here is not None and record["id"] in here, "a test ran that was not collected")
                     self._result(record)
                     running = None
                 case "canary":
@@ -174,6 +208,11 @@ class Results:
         self.outcomes[running or last] = ("failed", f"ended the process ({limit or 'by itself'})")
         return limit is None or limit == "wall"
 
+    def _once(self, holds: bool, otherwise: str) -> None:
+        """What the guard keeps to; another who speaks in its name may not."""
+        if not holds:
+            self.void = self.void or otherwise
+
     @property
     def passed(self) -> list[str]:
         """Ids of the tests that passed."""
@@ -181,13 +220,19 @@ class Results:
 
     def judged_again(self, again: Results, probes: Probes) -> None:
         """Hold what passed against a second judging with probes: it counts if it passed again, or failed at the end of
-        a probe alone. A probe that passed makes all of it void."""
+        a probe alone. A probe that passed makes all of it void. A file none of whose probes failed at its end says
+        nothing, but of tests for which none can speak: names that are not the suite's can be told, a probe's end not.
+        """
         if again.void is not None or any(probes.among(name) for name in again.passed):
             self.void = again.void or "a test that must fail passed"
+        reached = {name for name, at in again.places.items() if probes.reached(at)}
+        files = {file_of(name) for name in reached}
         for name in self.passed:
             outcome, why = again.outcomes.get(name, ("failed", "was not reached"))
-            if outcome != "passed" and not probes.reached(why):
+            if probes.names and outcome != "passed" and name not in reached:
                 self.outcomes[name] = ("failed", f"passed, and when judged again {outcome}: {why}")
+            elif file_of(name) not in files and not probes.beyond(name):
+                self.outcomes[name] = ("failed", "passed, but no test of its file failed that must fail")
 
     def _trust(self, record: Mapping[str, Any]) -> None:
         """What came before a test that failed as it must, or a good end, counts."""
@@ -198,9 +243,8 @@ class Results:
 
     def _result(self, record: Mapping[str, Any]) -> None:
         _worst(self._pending, record["id"], (record["outcome"], record["why"]))
-
-
-_GRAVITY = ("passed", "skipped", "failed")
+        if record["outcome"] == "failed":
+            self.places.setdefault(record["id"], record["at"])
 
 
 def _worst(outcomes: dict[str, tuple[str, str]], name: str, outcome: tuple[str, str]) -> None:
@@ -226,10 +270,26 @@ def milestones(suite: Suite, results: Results) -> list[Milestone]:
         passed = outcome == "passed" or (outcome == "skipped" and suite.skipped == "passed")
         found.append(Milestone(name, passed, _weight(suite, name), "" if passed else _short(f"{outcome}: {why}")))
     missing = suite.count - len(found) - left_out
+    if missing < 0:
+        return _within(suite, found, -missing)
     if missing > 0:
         causes = "; ".join(f"{name}: {_short(why)}" for name, why in results.uncollected.items())
         found.append(Milestone(f"{missing} tests not collected", False, float(missing), causes or "they are not there"))
     return found
+
+
+def _within(suite: Suite, found: list[Milestone], beyond: int) -> list[Milestone]:
+    """More tests than there are: as many of those that passed, the heaviest first, count for nothing. So nobody gains
+    by adding tests, as work can from which a suite takes its parameters."""
+    heavy = sorted((m.weight for m in found if m.passed), reverse=True)[:beyond]
+    why = f"one of {beyond} beyond the {suite.count} tests that the suite is said to have"
+    kept: list[Milestone] = []
+    for milestone in found:
+        if milestone.passed and milestone.weight in heavy:
+            heavy.remove(milestone.weight)
+            milestone = Milestone(milestone.name, False, 0.0, why)
+        kept.append(milestone)
+    return kept
 
 
 def _weight(suite: Suite, name: str) -> float:
