@@ -23,6 +23,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 SMALL = (
     "steps=2",
     "cells.count=3",
+    "cells.start_s=300",
     "tasks.train=64",
     "tasks.heldout=4",
     "eval.tasks=4",
@@ -35,7 +36,8 @@ SMALL = (
     "scheduler.low=2.0",
     "scheduler.high=3.0",
 )
-"""Marks above 1: a rollout cell may go however many sessions it has, so that short runs turn and move."""
+"""Marks above 1: a rollout cell may go however many sessions it has, so that short runs turn and move. Cells may
+take as long to start as on a machine that does much else."""
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from small import Probe, check_counted_once, compare_logprobs, processes_of, scripted, small_config
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 TURNING = (
