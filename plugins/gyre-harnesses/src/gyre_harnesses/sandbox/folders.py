@@ -11,16 +11,19 @@ import contextlib
 import fcntl
 import logging
 import os
-import shutil
 import stat
 import tempfile
+import time
 from dataclasses import dataclass
 
 from gyre_core.errors import InfrastructureError
 
+from gyre_harnesses.sandbox.keeper import trees
+
 log = logging.getLogger("gyre.sandbox")
 
 _PREFIX, _KEPT, _UNLOCKED = "w", "kept-", "unlocked-"
+_PASSES, _PAUSE_S = 50, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +111,41 @@ def _hold(path: str) -> int | None:
 
 
 def remove(folder: str) -> None:
-    """Delete a folder whatever modes its owner gave to what is in it; InfrastructureError when something stays."""
-
-    def open_up(_function: object, path: str, _info: object) -> None:
-        with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), stat.S_IRWXU)
-        with contextlib.suppress(OSError):
-            if not os.path.islink(path):
-                os.chmod(path, stat.S_IRWXU)
-
-    for _ in range(50):
-        shutil.rmtree(folder, onerror=open_up)
+    """Delete a folder however deep it is and whatever modes its owner gave to what is in it; InfrastructureError when
+    something stays.
+    """
+    problem: OSError | None = None
+    for number in range(_PASSES):
+        time.sleep(_PAUSE_S if number else 0.0)  # whoever puts new files there is about to be ended
+        try:
+            _remove(folder)
+        except OSError as error:
+            problem = error
         if not os.path.lexists(folder):
             return
-    raise InfrastructureError(f"deleting the workspace {folder}", got="files that stay", fix="Delete it by hand.")
+    raise InfrastructureError(
+        f"deleting the workspace {folder}", got=f"files that stay ({problem})", fix="Delete it by hand."
+    )
+
+
+def _remove(folder: str) -> None:
+    """One pass; OSError when something stays."""
+    outer = os.open(os.path.dirname(folder) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        name = os.path.basename(folder)
+        start = trees.enter_as_owner(trees.Spot(outer), name)
+        try:
+            for spot, entry, info in trees.walk(start, trees.enter_as_owner, _remove_empty):
+                if not stat.S_ISDIR(info.st_mode):
+                    with contextlib.suppress(OSError):
+                        os.unlink(entry, dir_fd=spot.fd)
+        finally:
+            os.close(start)
+        os.rmdir(name, dir_fd=outer)
+    finally:
+        os.close(outer)
+
+
+def _remove_empty(spot: trees.Spot, name: str) -> None:
+    with contextlib.suppress(OSError):
+        os.rmdir(name, dir_fd=spot.fd)

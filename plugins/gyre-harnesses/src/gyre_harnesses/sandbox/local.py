@@ -22,6 +22,7 @@ from gyre_core import CapabilityError, ComponentContext, ConfigError, ExecReques
 from gyre_harnesses.options import LocalOptions
 from gyre_harnesses.sandbox import cgroups, folders, paths, snapshots
 from gyre_harnesses.sandbox.folders import Folder
+from gyre_harnesses.sandbox.keeper import trees
 from gyre_harnesses.sandbox.spawner import Channel, Spawner
 
 log = logging.getLogger("gyre.sandbox")
@@ -361,6 +362,10 @@ def _no_group(got: str) -> ConfigError:
 def _give(folder: str, uid: int) -> None:
     """Make `uid` the owner of all that is in `folder`; a no-op unless we are root."""
     if os.geteuid() == 0:
-        for _, folders, files, fd in os.fwalk(folder, follow_symlinks=False):
-            for entry in (".", *folders, *files):
-                os.chown(entry, uid, uid, dir_fd=fd, follow_symlinks=False)
+        start = os.open(folder, trees.FOLDER)
+        try:
+            os.fchown(start, uid, uid)
+            for spot, name, _ in trees.walk(start):
+                os.chown(name, uid, uid, dir_fd=spot.fd, follow_symlinks=False)
+        finally:
+            os.close(start)

@@ -11,8 +11,10 @@ import os
 import stat
 from collections.abc import Iterator
 
+from gyre_harnesses.sandbox.keeper import trees
+
 _MOST_LINKS = 40
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ROOT = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def refuse(path: str) -> PermissionError:
@@ -25,6 +27,12 @@ def _parts(path: str) -> list[str]:
         raise PermissionError(errno.EPERM, "path holds a NUL byte", path.replace("\0", "\\0"))
     if path.startswith("/"):
         raise refuse(path)
+    try:
+        size = len(os.fsencode(path))
+    except UnicodeEncodeError as error:
+        raise OSError(errno.EILSEQ, os.strerror(errno.EILSEQ), ascii(path)[:100]) from error
+    if size > trees.MOST_PATH:
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), path[:100])
     return [part for part in path.split("/") if part not in ("", ".")]
 
 
@@ -35,19 +43,17 @@ def open_beneath(root: str, path: str, flags: int, mode: int = 0o644, *, parents
     creates missing folders. The file opened is never a link.
     """
     ahead = _parts(path)
-    folders = [os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
-    links = 0
+    here, names, links = os.open(root, _ROOT), list[str](), 0
     try:
-        while True:
-            if not ahead:
-                return os.open(".", flags | os.O_CLOEXEC, dir_fd=folders[-1])
+        while ahead:
             part = ahead.pop(0)
             if part == "..":
-                if len(folders) == 1:
+                if not names:
                     raise refuse(path)
-                os.close(folders.pop())
+                names.pop()
+                here = _again(root, names, here)
                 continue
-            link = _link_at(part, folders[-1])
+            link = _link_at(part, here)
             if link is not None:
                 links += 1
                 if links > _MOST_LINKS:
@@ -56,12 +62,30 @@ def open_beneath(root: str, path: str, flags: int, mode: int = 0o644, *, parents
                     raise refuse(path)
                 ahead = [*_parts(link), *ahead]
             elif ahead:
-                folders.append(_folder_at(part, folders[-1], parents))
+                inner = _folder_at(part, here, parents)
+                os.close(here)
+                here = inner
+                names.append(part)
             else:
-                return os.open(part, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folders[-1])
+                return os.open(part, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=here)
+        return os.open(".", flags | os.O_CLOEXEC, dir_fd=here)
     finally:
-        for fd in folders:
-            os.close(fd)
+        os.close(here)
+
+
+def _again(root: str, names: list[str], instead_of: int) -> int:
+    """The folder of these names from the top on: `..` of a folder may lie outside by now."""
+    here = os.open(root, _ROOT)
+    try:
+        for name in names:
+            inner = os.open(name, trees.FOLDER, dir_fd=here)
+            os.close(here)
+            here = inner
+    except OSError:
+        os.close(here)
+        raise
+    os.close(instead_of)
+    return here
 
 
 def _link_at(name: str, folder: int) -> str | None:
@@ -80,10 +104,10 @@ def _folder_at(name: str, folder: int, create: bool) -> int:
         except FileExistsError:
             pass
         else:
-            made = os.open(name, _FOLDER, dir_fd=folder)
+            made = os.open(name, trees.FOLDER, dir_fd=folder)
             own_like(made, folder)
             return made
-    return os.open(name, _FOLDER, dir_fd=folder)
+    return os.open(name, trees.FOLDER, dir_fd=folder)
 
 
 def own_like(fd: int, folder: int) -> None:
@@ -122,24 +146,26 @@ def _require_regular(fd: int, path: str) -> None:
 
 
 def list_beneath(root: str, path: str) -> list[str]:
-    """Relative paths of all regular files below `path`, sorted; links are not followed."""
-    start = open_beneath(root, path, _FOLDER)
+    """Relative paths of all regular files below `path`, sorted; links are not followed, and what lies deeper than
+    `trees.MOST_PATH` is left out."""
+    start = open_beneath(root, path, trees.FOLDER)
     try:
         prefix = "/".join(part for part in _parts(path) if part != "..") if ".." not in path.split("/") else None
         if prefix is None:
             prefix = os.path.relpath(os.path.realpath(f"/proc/self/fd/{start}"), os.path.realpath(root))
             prefix = "" if prefix == "." else prefix
-        return sorted(_walk(start, prefix))
+        return sorted(_files(start, f"{prefix}/" if prefix else ""))
     finally:
         os.close(start)
 
 
-def _walk(start: int, prefix: str) -> Iterator[str]:
-    for folder, _, names, fd in os.fwalk(".", dir_fd=start, follow_symlinks=False):
-        for name in names:
-            try:
-                mode = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
-            except FileNotFoundError:
-                continue
-            if stat.S_ISREG(mode):
-                yield "/".join(part for part in (prefix, folder.removeprefix(".").lstrip("/"), name) if part)
+def _files(start: int, prefix: str) -> Iterator[str]:
+    for spot, name, info in trees.walk(start, _enter, size=len(os.fsencode(prefix))):
+        if stat.S_ISREG(info.st_mode) and not spot.too_long(name):
+            yield prefix + spot.path(name)
+
+
+def _enter(spot: trees.Spot, name: str) -> int:
+    if spot.too_long(name):
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    return trees.enter(spot, name)
