@@ -1,7 +1,7 @@
 """The way from this process to keepers: starts the spawner, asks it for keepers, talks to each over its own socket.
 
-Invariant: one request is under way on a channel at a time, and a cancelled request is ended and its reply consumed
-before the channel is used again. Not here: folders and files.
+Invariant: one request is under way on a channel at a time, and one that its caller gave up, however often and at
+whatever moment, is ended and its reply consumed before the channel is used again. Not here: folders and files.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 from gyre_core.errors import InfrastructureError
 
@@ -28,12 +28,16 @@ _GRACE_S = 20.0
 """How long after its limit a command's reply may take before we call the keeper lost."""
 
 
+T = TypeVar("T")
+
+
 class Channel:
     """Requests to one keeper."""
 
     def __init__(self, name: str, sock: socket.socket) -> None:
         self._name, self._sock = name, sock
         self._lock = asyncio.Lock()
+        self._closed = False
 
     async def receive(self, timeout_s: float) -> tuple[dict[str, Any], bytes]:
         """The next frame; InfrastructureError when the keeper is gone or silent."""
@@ -43,7 +47,6 @@ class Channel:
                 text = await self._exactly(text_size)
                 return json.loads(text), await self._exactly(data_size)
         except (OSError, TimeoutError, EOFError, ValueError) as error:
-            self.close()
             raise InfrastructureError(
                 f"waiting for the keeper of workspace {self._name!r}",
                 got=f"{type(error).__name__} {error}".rstrip(),
@@ -62,46 +65,99 @@ class Channel:
 
     async def _send(self, header: Mapping[str, Any], data: bytes) -> None:
         text = json.dumps(header).encode()
-        await asyncio.get_running_loop().sock_sendall(
-            self._sock, struct.pack("!II", len(text), len(data)) + text + data
-        )
+        frame = struct.pack("!II", len(text), len(data)) + text + data
+        try:
+            async with asyncio.timeout(_GRACE_S):
+                await asyncio.get_running_loop().sock_sendall(self._sock, frame)
+        except (OSError, TimeoutError) as error:
+            raise InfrastructureError(
+                f"asking the keeper of workspace {self._name!r}",
+                got=f"{type(error).__name__} {error}".rstrip(),
+                expected="that it reads",
+            ) from error
 
     async def request(self, header: Mapping[str, Any], data: bytes, timeout_s: float) -> tuple[dict[str, Any], bytes]:
-        """Send a request and wait for its reply. When cancelled, end the command first."""
-        async with self._lock:
-            try:
-                await self._send(header, data)
-            except OSError as error:
-                raise InfrastructureError(f"asking the keeper of workspace {self._name!r}", got=str(error)) from error
+        """Send a request and wait for its reply. When cancelled, end the command first; cancelled again, it ends
+        without this caller, before the next request's turn.
+        """
+        given_up = asyncio.Event()
+
+        async def exchange() -> tuple[dict[str, Any], bytes]:
+            await self._send(header, data)
             reply = asyncio.ensure_future(self.receive(timeout_s + _GRACE_S))
+            cut = asyncio.ensure_future(given_up.wait())
             try:
-                return await asyncio.shield(reply)
-            except asyncio.CancelledError:
-                with contextlib.suppress(OSError, InfrastructureError):
+                await asyncio.wait({reply, cut}, return_when=asyncio.FIRST_COMPLETED)
+                if not reply.done():
                     await self._send({"op": "end"}, b"")
-                    await reply
-                raise
+                return await reply
+            finally:
+                cut.cancel()
+                reply.cancel()
+
+        return await self._whole(exchange, given_up)
+
+    async def _whole(self, exchange: Callable[[], Awaitable[T]], given_up: asyncio.Event) -> T:
+        """An exchange that goes to its end whoever gives it up: what is left of a half one would be the next one's."""
+
+        begun = False
+
+        async def in_turn() -> T:
+            nonlocal begun
+            async with self._lock:
+                begun = True
+                try:
+                    return await exchange()
+                except BaseException:
+                    self.close()
+                    raise
+                finally:
+                    if self._closed:
+                        self._sock.close()
+
+        task = asyncio.ensure_future(in_turn())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            given_up.set()
+            if not begun:
+                task.cancel()
+            await asyncio.wait({task})
+            raise
 
     async def listener(self) -> socket.socket:
         """A socket that listens on the loopback that the workspace's commands see."""
-        async with self._lock:
+        given_up = asyncio.Event()
+
+        async def exchange() -> socket.socket:
             await self._send({"op": "listen"}, b"")
             loop, ready = asyncio.get_running_loop(), asyncio.Event()
             loop.add_reader(self._sock.fileno(), ready.set)
             try:
                 await asyncio.wait_for(ready.wait(), _GRACE_S)
                 _, fds, _, _ = socket.recv_fds(self._sock, 1, 1)
-            except TimeoutError:
+            except (OSError, TimeoutError):
                 fds = []
             finally:
                 loop.remove_reader(self._sock.fileno())
-        if not fds:
-            raise InfrastructureError(f"asking the keeper of workspace {self._name!r} for a socket", got="no answer")
-        return socket.socket(fileno=fds[0])
+            if not fds:
+                raise InfrastructureError(
+                    f"asking the keeper of workspace {self._name!r} for a socket", got="no answer"
+                )
+            made = socket.socket(fileno=fds[0])
+            if given_up.is_set():
+                made.close()
+            return made
+
+        return await self._whole(exchange, given_up)
 
     def close(self) -> None:
-        """The keeper ends what it runs, and itself, when its socket closes."""
-        self._sock.close()
+        """The keeper ends what it runs, and itself, when its socket closes. An exchange under way is told so."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        if not self._lock.locked():
+            self._sock.close()
 
 
 class Spawner:
@@ -137,7 +193,11 @@ class Spawner:
                 ours.close()
                 raise InfrastructureError(f"making workspace {name!r}", got=f"no spawner: {error}") from error
         channel = Channel(name, ours)
-        hello, _ = await channel.receive(_GRACE_S)
+        try:
+            hello, _ = await channel.receive(_GRACE_S)
+        except BaseException:
+            channel.close()
+            raise
         return channel, hello
 
     def close(self) -> None:
