@@ -151,7 +151,8 @@ async def test_a_workspace_outlives_its_deadline_until_it_is_scored(tmp_path, mo
     await host.close()
 
 
-async def test_a_workspace_that_cannot_be_closed_takes_no_score_away(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [InfrastructureError("ending it", got="a process"), RecursionError("deep")], ids=str)
+async def test_a_workspace_that_cannot_be_closed_takes_no_score_away(tmp_path, monkeypatch, error):
     played = Slow()
     played.judged.set()
     host, sandbox = make_host(tmp_path, played)
@@ -159,13 +160,71 @@ async def test_a_workspace_that_cannot_be_closed_takes_no_score_away(tmp_path, m
     made = await sandbox.create("probe", {})
 
     async def stuck(_self):
-        raise InfrastructureError("ending a workspace", got="a process that does not end")
+        raise error
 
     monkeypatch.setattr(type(made), "close", stuck)
     running = await begin(host, sandbox)
     await played.wrote.wait()
     await host.cut(Cut("g.0", "the step closed"))
     assert (await running).score == Score(0.5, complete=False)
+
+
+class Tidy(Slow):
+    """It has something to do when it is cancelled."""
+
+    async def run(self, job: ExecutionJob, workspace: Any, events: Any) -> ExecutionEnd:
+        try:
+            return await super().run(job, workspace, events)
+        finally:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            await workspace.write("tidied", b"x")
+
+
+@pytest.mark.parametrize("turns", [0, 1, 5])
+async def test_a_second_cut_does_not_disturb_the_first(tmp_path, turns):
+    played = Tidy()
+    played.judged.set()
+    host, sandbox = make_host(tmp_path, played)
+    sandbox.open.set()
+    running = await begin(host, sandbox)
+    await played.wrote.wait()
+    await host.cut(Cut("g.0", "the step closed"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await host.cut(Cut("g.0", "all are cut"))
+    outcome = await running
+    assert (outcome.end.reason, outcome.score) == ("the step closed", Score(0.75, complete=False))
+    await host.close()
+
+
+class Unreachable(Slow):
+    """Its own connection is slow, which is not its agent's fault."""
+
+    async def run(self, job: ExecutionJob, workspace: Any, events: Any) -> ExecutionEnd:
+        raise TimeoutError("connecting")
+
+
+@pytest.mark.parametrize("wall_s", [None, 600.0])
+async def test_a_timeout_of_the_harness_is_not_the_agents(tmp_path, wall_s):
+    host, sandbox = make_host(tmp_path, Unreachable())
+    sandbox.open.set()
+    outcome = await (await begin(host, sandbox, wall_s=wall_s))
+    assert (outcome.end.status, outcome.score) == (ExecutionStatus.FAILED, None)
+    assert "TimeoutError: connecting" in outcome.end.reason
+    await host.close()
+
+
+async def test_a_sandbox_that_fails_in_any_way_is_our_fault(tmp_path, monkeypatch):
+    host, sandbox = make_host(tmp_path, Slow())
+
+    async def deep(*_):
+        raise RecursionError("deep")
+
+    monkeypatch.setattr(sandbox, "create", deep)
+    outcome = await host.run(job())
+    assert (outcome.end.status, outcome.score) == (ExecutionStatus.FAILED, None)
+    assert "RecursionError: deep" in outcome.end.reason
 
 
 async def test_a_run_that_stops_leaves_no_workspace(tmp_path):

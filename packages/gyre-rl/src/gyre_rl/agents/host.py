@@ -22,7 +22,6 @@ from gyre_core import (
     ExecutionEnd,
     ExecutionJob,
     ExecutionStatus,
-    GyreError,
     Harness,
     InfrastructureError,
     Kind,
@@ -108,7 +107,7 @@ class AgentEvents:
             return
         try:
             await self._rest(state())
-        except (GyreError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - boundary: an agent's files end no execution
             log.warning("not put at rest, it would begin again at a resume: %s", error)
         self._rested = time.monotonic()
 
@@ -147,7 +146,10 @@ class AgentsHost:
 
     async def cut(self, message: Cut) -> Empty:
         """Cancel the agent, now or as soon as it is there; its `/run` then answers with a partial score. A cut may come
-        before that: names are those of one attempt, so none is meant for another."""
+        before that: names are those of one attempt, so none is meant for another. It may come twice: the first holds,
+        for a second would cancel what the harness does to stop."""
+        if message.execution in self._cuts:
+            return Empty()
         self._cuts[message.execution] = message.reason
         task = self._running.get(message.execution)
         if task is not None:
@@ -170,7 +172,7 @@ class AgentsHost:
             else:
                 workspace = await self._sandbox.restore(name, self._rests.snapshot(rest))
                 job = dataclasses.replace(job, state=rest.state)
-        except (GyreError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - boundary: whatever failed, there is no agent to blame yet
             return Outcome(_failed("making its sandbox", error), None, time.perf_counter() - began)
         try:
             end = await self._agent(job, workspace)
@@ -185,27 +187,28 @@ class AgentsHost:
         finally:
             try:
                 await workspace.close()
-            except (GyreError, OSError) as error:  # what it earned stands, whatever is left of its workspace
+            except Exception as error:  # noqa: BLE001 - boundary: what it earned stands, whatever is left of it here
                 log.error("the workspace of %s was not closed: %s", job.execution, error)
 
     async def _agent(self, job: ExecutionJob, workspace: Workspace) -> ExecutionEnd:
         wall = job.limits.wall_s
         if job.execution in self._cuts:
-            return ExecutionEnd(ExecutionStatus.TIMEOUT, self._cuts.pop(job.execution))
+            return ExecutionEnd(ExecutionStatus.TIMEOUT, self._cuts[job.execution])
         events = AgentEvents(lambda state: self._rests.keep(job.execution, workspace, state), self._body.rest_every_s)
         task = asyncio.create_task(self._harness.run(job, workspace, events))
         self._running[job.execution] = task
+        deadline = asyncio.timeout(None if wall is None else wall + WALL_SLACK_S)
         try:
-            async with asyncio.timeout(None if wall is None else wall + WALL_SLACK_S):
+            async with deadline:
                 return await task
-        except TimeoutError:
-            return ExecutionEnd(ExecutionStatus.TIMEOUT, f"its harness did not stop within {wall} s and was cut")
         except asyncio.CancelledError:
-            reason = self._cuts.pop(job.execution, None)
+            reason = self._cuts.get(job.execution)
             if reason is None:
                 raise
             return ExecutionEnd(ExecutionStatus.TIMEOUT, reason)
         except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():  # not one of the harness's own
+                return ExecutionEnd(ExecutionStatus.TIMEOUT, f"its harness did not stop within {wall} s and was cut")
             log.exception("execution %s failed", job.execution)
             return _failed("running its agent", error)
         finally:
