@@ -76,3 +76,21 @@ def test_without_a_compiler_or_with_a_broken_one(tmp_path, monkeypatch) -> None:
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
     assert native.build(tmp_path / "b") is None
+
+
+def test_the_library_is_named_after_the_processor_it_was_built_for(tmp_path, monkeypatch) -> None:
+    """A home may be shared by machines of several kinds: code for one can be unknown to another."""
+
+    def told(flags: str) -> str:
+        info = tmp_path / flags.replace(" ", "")
+        cores = [f"processor\t: {i}\ncpu MHz\t: {2000 + i}\nflags\t\t: {flags}\n" for i in range(2)]
+        info.write_text("\n".join(cores))
+        return native.processor(info)
+
+    assert told("fpu sse2 avx512f") == told("fpu sse2 avx512f") != told("fpu sse2")
+    assert native.processor(tmp_path / "none") == native.processor(tmp_path / "none either")
+    kinds = iter([told("fpu sse2"), told("fpu sse2 avx512f"), told("fpu sse2")])
+    monkeypatch.setattr(native, "processor", lambda: next(kinds))
+    first, second, third = (native.build(tmp_path / "cache") for _ in range(3))
+    assert first == third != second
+    assert sorted((tmp_path / "cache").iterdir()) == sorted([first, second])

@@ -2,7 +2,8 @@
 add them, and cannot look at bytes while a read goes on.
 
 Invariant: the same numbers as `digest.fast_part`, so either side of a move may have it or not. The library is built
-once a machine, in a tenth of a second, into the user's cache folder; where that fails, numpy does the work.
+once a kind of processor, in a tenth of a second, into the user's cache folder, which machines may share; where that
+fails, numpy does the work.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -30,10 +32,22 @@ BATCH_BYTES = 256 << 10
 _COMPILERS = ("cc", "gcc", "clang")
 
 
+def processor(info: Path = Path("/proc/cpuinfo")) -> str:
+    """Names what this machine's processor can do: code built for it (`-march=native`) runs where this is equal."""
+    kinds = ("flags", "Features", "isa", "vendor_id", "cpu family", "model", "CPU part")
+    try:
+        first = info.read_text(errors="replace").split("\n\n")[0]
+        told = [line for line in first.splitlines() if line.partition(":")[0].strip() in kinds]
+    except OSError:
+        told = [platform.processor()]
+    words = [platform.system(), platform.machine(), *told]
+    return f"{platform.machine()}-{hashlib.sha256(chr(10).join(words).encode()).hexdigest()[:12]}"
+
+
 def build(folder: Path) -> Path | None:
     """The library in `folder`, built if it is not there; None without a compiler or when it fails."""
     text = SOURCE.read_bytes()
-    library = folder / f"kv-lanes-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    library = folder / f"kv-lanes-{hashlib.sha256(text).hexdigest()[:16]}-{processor()}.so"
     if library.exists():
         return library
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)

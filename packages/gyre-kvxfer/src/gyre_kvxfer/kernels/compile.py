@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gyre_kvxfer.errors import KVError, explain
+from gyre_kvxfer.native import processor
 
 HERE = Path(__file__).parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -65,12 +66,12 @@ def _text(lib: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
 
 
 def build_host(folder: Path, compiler: str = "g++") -> ctypes.CDLL:
-    """kv.cu built for this machine into `folder` (once per source) and loaded. Raises `KVError`."""
+    """kv.cu built for this machine into `folder` (once per source and processor) and loaded. Raises `KVError`."""
     if shutil.which(compiler) is None:
         raise KVError(explain("building the host kernels", f"no {compiler}", "a C++ compiler", "Use numpy instead."))
     files = [HERE / n for n in ("kv.cu", "host_shim.h", "host_entry.cpp")]
     name = hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
-    out = folder / f"gyre_kv_{name}.so"
+    out = folder / f"gyre_kv_{name}-{processor()}.so"
     if not out.exists():
         part = folder / f"{out.name}.part"
         command = [compiler, "-O3", "-march=native", "-std=c++17", "-fno-strict-aliasing", "-shared", "-fPIC"]
