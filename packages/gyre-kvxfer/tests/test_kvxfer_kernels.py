@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -167,6 +170,45 @@ def test_pieces_that_are_no_words_are_refused(tmp_path):
 
     with pytest.raises(LayoutRefused):
         digest_rows(replace(BASE, head_dim=1, kv_heads=1, block_size=1), [0] * 4)
+
+
+class FakeStream:
+    """A stream of a stand-in for CuPy; work asked for without one goes to the current."""
+
+    current: ClassVar[list[FakeStream]] = []
+
+    def __enter__(self) -> None:
+        self.current.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.current.pop()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_calls_tables_are_uploaded_on_the_stream_that_reads_them(given, monkeypatch):
+    """On another they may come late, and their memory be another's before they were read."""
+    from gyre_kvxfer.kernels.device import DeviceKernels
+
+    uploads, launches, outer, inner = [], [], FakeStream(), FakeStream()
+
+    def asarray(x):
+        uploads.append(FakeStream.current[-1])
+        return SimpleNamespace(data=SimpleNamespace(ptr=x.ctypes.data))
+
+    def function(kernel):
+        return lambda grid, block, args, stream=None: launches.append(stream or FakeStream.current[-1])
+
+    device = SimpleNamespace(attributes={"MultiProcessorCount": 1})
+    fake = SimpleNamespace(
+        RawModule=lambda **_: SimpleNamespace(get_function=function),
+        cuda=SimpleNamespace(Device=lambda: device), asarray=asarray,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    plan = plan_transfer(BASE, BASE, np.arange(2), np.arange(2), stop=8)
+    with outer:
+        DeviceKernels().execute(plan, [4096] * 4, [8192] * 4, *([inner] if given else []))
+    want = inner if given else outer
+    assert set(map(id, uploads)) == set(map(id, launches)) == {id(want)}
 
 
 @pytest.mark.gpu

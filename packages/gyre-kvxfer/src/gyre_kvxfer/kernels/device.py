@@ -1,11 +1,13 @@
 """The kernels on a GPU, through CuPy. Regions are device addresses; nothing is copied to the host.
 
 Needs the extra `cuda12` or `cuda13`. Invariant: work is queued on the given stream and nothing waits for it here;
-tables uploaded for a call live until the stream is done with them (CuPy's pool orders that on one stream).
+a call's tables are uploaded on that stream, too, so they are there before the kernel and, since CuPy's pool gives
+memory back to the stream it was taken on, stay until it is done with them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -34,11 +36,12 @@ class DeviceKernels:
         """Queue `plan` between device regions at these addresses: gather, scatter, re-sharding and conversion
         alike.
         """
-        for call in plan_calls(plan, src, dst):
-            self.run(self.prepare(call), stream)
+        with contextlib.nullcontext() if stream is None else stream:
+            for call in plan_calls(plan, src, dst):
+                self.run(self.prepare(call), stream)
 
     def prepare(self, call: Call) -> tuple[Any, ...]:
-        """A call with its tables uploaded; `run` may then be called many times."""
+        """A call with its tables uploaded on the current stream; `run` may then be called many times, on that one."""
         cp = self._cp
         tables = [cp.asarray(x) for x in (call.src_plane, call.dst_plane, call.src_segment, call.dst_segment)]
         box = cp.asarray(call.box([t.data.ptr for t in tables]).view(np.uint8))
