@@ -91,6 +91,8 @@ class Copier:
                 explain("moving a session", f"recurrent state {names}", "attention KV only", "Prefill it instead.")
             )
         self.nbytes = 0
+        self._staging: list[Bytes] = []
+        """The newest: stays as long as this copier does, however its read ended."""
         self._access, self._digest, self._finite = access, digest, finite
         self._sources = rank_pools(access.layout, access.regions)
         self._own = tuple(regions)
@@ -203,6 +205,7 @@ class Copier:
         first, last = at // layout.block_size, layout.blocks_for(end)
         shape = layout if self._digest else _narrow(layout, pair.dst.layout)
         small, held, regions = compact_pool(shape, last - first)
+        self._staging = held
         table = np.zeros(last, np.int64)
         table[first:] = np.arange(last - first)
         plan = plan_transfer(layout, small, src_blocks, table, start=at, stop=end)
@@ -238,6 +241,8 @@ class Copier:
         if not self._digest:
             return
         blocks = self._access.layout.blocks_for(n_tokens)
+        if not blocks and not len(digests):
+            return
         if len(digests) != blocks * len(self._sources):
             came = f"{len(digests)} digests"
             raise VerificationFailed(

@@ -173,8 +173,12 @@ def decode(frame: bytes) -> Message:
     try:
         (size,) = struct.unpack_from("<I", frame)
         version, name, values = json.loads(frame[4 : 4 + size])
+        if type(version) is int and version != PROTOCOL:
+            raise ProtocolError(
+                explain("reading a message", f"protocol {version}", f"protocol {PROTOCOL}", "Upgrade the older side.")
+            )
         if version != PROTOCOL:
-            raise ValueError(f"protocol {version}, not {PROTOCOL}")
+            raise ValueError(f"protocol {version!r}")
         return _build(TYPES[name], values, memoryview(frame)[4 + size :])
     except (struct.error, ValueError, KeyError, TypeError, UnicodeDecodeError) as err:
         raise ProtocolError(

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from gyre_kvxfer import destination as m
+from gyre_kvxfer import lingering
 from gyre_kvxfer.channel import SocketChannel, connect
 from gyre_kvxfer.copier import Copier
 from gyre_kvxfer.engine import Int32, KVSink
-from gyre_kvxfer.errors import KVError, MoveRefused, TransportError, explain
+from gyre_kvxfer.errors import KVError, LayoutRefused, MoveRefused, ProtocolError, TransportError, explain
 from gyre_kvxfer.messages import Message, Offer, decode, encode
 from gyre_kvxfer.source import ActionFailed, Fenced, Received, Send, Tick
 from gyre_kvxfer.transports.base import Access, Reader, Transport
@@ -68,13 +69,18 @@ async def migrate(
 
     `extra` transports are tried before this package's. `destination` names this side to the source (for fencing;
     default: a fresh name). Set `fenced` when the source is dead for certain. Cancelling ends the move cleanly, except
-    that the wait for a source already asked for the session goes on to its end. Raises `KVError` for an empty key or
-    an address that is none.
+    that the wait for a source already asked for the session goes on to its end. Blocks that a transport may still
+    write to stay reserved when the move fails (`MoveReport.transports["cancel"]`), and the session cannot be moved
+    here meanwhile (`busy`). Raises `KVError` for an empty key or an address that is none.
     """
     if not key:
         raise KVError(
             explain("moving a session", "an empty key", "the source's shared key", "Give both sides one key.")
         )
+    await lingering.give_back(sink)
+    if lingering.kept(sink, session):
+        reason = "the transport of an earlier move may still write to the session's blocks here"
+        return MoveReport(session, False, "failed", "busy", reason, "", 0, 0, 0, 0, 0.0, 0.0, {})
     fetch = _Fetch(session, source_endpoint, sink, key, transport, destination, policy or m.MovePolicy())
     fetch.extra = tuple(extra)
     return await fetch.run(fenced)
@@ -233,6 +239,9 @@ class _Fetch:
         return m.Entered(time.monotonic())
 
     async def _cancel(self) -> None:
+        if lingering.keep(self._sink, self._session, self._reader, self._copier):
+            self._reasons["cancel"] = "the blocks stay reserved: the transport may still write to them"
+            return
         try:
             await self._sink.cancel(self._session)
         except Exception as err:  # noqa: BLE001 - boundary: the move has ended already; say it in the report
@@ -260,16 +269,23 @@ class _Fetch:
         """Messages until the connection ends; then one new connection, over which requests are repeated."""
         try:
             while True:
-                message = decode(await channel.recv())
-                if isinstance(message, Offer) and message.access and self._access is None:
-                    self._access = Access.loads(message.access)
-                self._events.put_nowait(Received(message, time.monotonic()))
+                frame = await channel.recv()
+                try:
+                    self._take(decode(frame))
+                except (ProtocolError, LayoutRefused) as err:  # the same would come again, so its words end the move
+                    code = "layout" if isinstance(err, LayoutRefused) else "protocol"
+                    self._events.put_nowait(ActionFailed("listen", code, str(err)))
         except KVError:
             await channel.close()
         try:
             await self._connect()
         except KVError as err:
             self._lost(err)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Offer) and message.access and self._access is None:
+            self._access = Access.loads(message.access)
+        self._events.put_nowait(Received(message, time.monotonic()))
 
     async def _watch(self, fenced: asyncio.Event) -> None:
         await fenced.wait()

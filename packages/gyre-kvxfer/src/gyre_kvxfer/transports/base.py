@@ -33,7 +33,7 @@ class Reader(Protocol):
         ...
 
     def stop(self) -> None:
-        """Make running and later reads end soon, with `TransportError`."""
+        """Make running and later reads end soon, with `TransportError`, whatever the source does."""
         ...
 
     async def close(self) -> None:
@@ -55,6 +55,16 @@ class SummingReader(Reader, Protocol):
 
         Returns uint64[runs]: what each adds to its block's digest (`digest.fast_part`). Pieces must be `native.whole`.
         """
+        ...
+
+
+@runtime_checkable
+class LingeringReader(Reader, Protocol):
+    """A reader whose reads cannot always be taken back: what has been begun may write after `read` has raised."""
+
+    @property
+    def still_writing(self) -> bool:
+        """Whether a read that has ended may still write: its blocks (and staging) are then kept out of use."""
         ...
 
 
@@ -104,7 +114,7 @@ class Access:
 
     @classmethod
     def loads(cls, text: str) -> Access:
-        """From JSON. Raises `ProtocolError`."""
+        """From JSON. Raises `ProtocolError`, `LayoutRefused`."""
         try:
             data = json.loads(text)
             regions = tuple(Region(int(a), int(n), str(d), int(r)) for a, n, d, r in data["regions"])

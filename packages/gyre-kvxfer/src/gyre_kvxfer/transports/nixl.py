@@ -1,22 +1,27 @@
 """`nixl`: reads through NIXL (RDMA, NVLink, shared memory or TCP, as UCX finds), host and device memory.
 
 The library is optional and heavy, so it is looked up (`flavour`) without being imported, and imported when a pool is
-first registered. One agent serves all moves of a process; metadata travels in our authenticated offers. NIXL's own
+first registered. Each reader has an agent of its own; metadata travels in our authenticated offers. NIXL's own
 pickled descriptors are never used: addresses come from the offer and are checked here.
 
 NIXL does not notice a peer that deregistered its memory (a read can still report success): leases and digests are
-ours.
+ours. Nor can it take back a read it has begun: releasing or disconnecting only forgets it, and UCX writes what comes
+late. Invariant: a read that did not end well ends its agent, after which nothing writes to host memory any more (UCX
+warns once for each piece that was under way); where that is not certain, `still_writing` says so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import gc
 import importlib
 import importlib.util
 import json
 import time
 import uuid
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +29,7 @@ import numpy as np
 
 from gyre_kvxfer.engine import Region
 from gyre_kvxfer.errors import TransportError, explain
-from gyre_kvxfer.memory import Iovecs, iovecs, pair_up
+from gyre_kvxfer.memory import Iovecs, cut_streams, iovecs, pair_up
 from gyre_kvxfer.plan import Runs
 from gyre_kvxfer.transports.base import stopped
 
@@ -34,6 +39,11 @@ POLL_S = 30e-6
 
 BATCH = 16384
 """Descriptors in one transfer."""
+
+BATCH_BYTES = 256 << 20
+"""Bytes in one transfer, which has `TIMEOUT_S` for them."""
+
+TIMEOUT_S = 30.0
 
 
 def flavour() -> str:
@@ -92,6 +102,16 @@ class Agent:
         while self._held:
             self.raw.deregister_memory(self._held.pop())
 
+    def end(self, peer: str) -> weakref.ref[Any]:
+        """End the agent with all that it has begun. The reference is dead when it has ended for certain."""
+        inner = weakref.ref(self.raw.agent)
+        with contextlib.suppress(Exception):  # the library has a type of error per fault; it ends nevertheless
+            self.raw.remove_remote_agent(peer)
+        with contextlib.suppress(Exception):
+            self.close()
+        self.raw.agent = None
+        return inner
+
 
 class NixlExporter:
     """Offers a pool through NIXL."""
@@ -125,6 +145,7 @@ class NixlReader:
         self._their_kind, self._their_device = str(meta["kind"]), int(meta["device"])
         self._own_kind, self._own_device = memory_kind(into)
         self._stopped = False
+        self._ended: weakref.ref[Any] | None = None
         self._own = {(r.addr, r.nbytes) for r in into}
 
     @classmethod
@@ -153,41 +174,63 @@ class NixlReader:
         held = raw.register_memory(extra, "DRAM") if extra else None
         own_kind, own_device = ("DRAM", 0) if extra else (self._own_kind, self._own_device)
         try:
-            for at in range(0, len(theirs), BATCH):
+            for far, near, _ in cut_streams(theirs, ours, BATCH, BATCH_BYTES):
                 stopped(self._stopped)
-                mine = raw.get_xfer_descs(_table(ours[at : at + BATCH], own_device), own_kind)
-                peer = raw.get_xfer_descs(_table(theirs[at : at + BATCH], self._their_device), self._their_kind)
+                mine = raw.get_xfer_descs(_table(near, own_device), own_kind)
+                peer = raw.get_xfer_descs(_table(far, self._their_device), self._their_kind)
                 self._run(raw, mine, peer)
         except TransportError:
             raise
         except Exception as err:  # see `open`
             raise TransportError(explain("reading through nixl", err, "a live peer", "Use another transport.")) from err
         finally:
-            if held is not None:
+            if held is not None and self._ended is None:
                 raw.deregister_memory(held)
 
     def _run(self, raw: Any, mine: Any, peer: Any) -> None:
-        handle = raw.initialize_xfer("READ", mine, peer, self._peer)
+        handle, state = raw.initialize_xfer("READ", mine, peer, self._peer), "PROC"
+        until = time.monotonic() + TIMEOUT_S
         try:
             state = raw.transfer(handle)
-            while state == "PROC":
+            while state == "PROC" and not self._stopped and time.monotonic() < until:
                 time.sleep(POLL_S)
                 state = raw.check_xfer_state(handle)
-            if state != "DONE":
-                raise TransportError(explain("reading through nixl", state, "DONE", "Use another transport."))
-        finally:
+        except Exception as err:  # noqa: BLE001 - as in `open`; chained, its traceback would hold the agent
+            state = f"{type(err).__name__}: {err}"
+        if state == "DONE":
             handle.release()
+            return
+        with contextlib.suppress(Exception):  # the agent ends with or without it
+            handle.release()
+        del handle
+        self._ended = self._agent.end(self._peer)
+        stopped(self._stopped)
+        came = f"nothing for {TIMEOUT_S:g} s" if state == "PROC" else state
+        raise TransportError(explain("reading through nixl", came, "DONE", "Use another transport."))
+
+    @property
+    def still_writing(self) -> bool:
+        """Whether a read that ended badly may write on: to device memory, or while something holds its agent."""
+        if self._ended is None:
+            return False
+        if self._own_kind != "DRAM":
+            return True  # copies on the device go on by themselves, and nobody says when they end
+        if self._ended() is not None:
+            gc.collect()  # a frame of a traceback
+        return self._ended() is not None
 
     def stop(self) -> None:
-        """End after the batch that is running."""
+        """Make the read that is running end, and later ones not begin."""
         self._stopped = True
 
     async def close(self) -> None:
         """Drop the peer and deregister."""
-        await asyncio.to_thread(self._close)
+        if self._ended is None:
+            await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        self._agent.raw.remove_remote_agent(self._peer)
+        with contextlib.suppress(Exception):  # a peer that is gone already
+            self._agent.raw.remove_remote_agent(self._peer)
         self._agent.close()
 
 
