@@ -11,6 +11,7 @@ Addresses are text: `tcp://host:port` or `unix:///path`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import socket
@@ -158,6 +159,11 @@ class SocketChannel:
     def seals(self) -> tuple[Seal, Seal]:
         """(outgoing, incoming): whoever goes on with the socket itself takes the counters along."""
         return self._out, self._in
+
+    def hang_up(self) -> None:
+        """End the connection, so that whoever waits on the socket goes on and closes it."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     async def close(self) -> None:
         """Close the socket."""

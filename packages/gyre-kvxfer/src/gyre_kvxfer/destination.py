@@ -260,8 +260,8 @@ class DestinationMachine:
         if problem:
             return self._fail(*problem)
         self._offer = m
-        if -(-m.n_tokens // self._dst_block_size) <= len(self._dst):
-            return self._copy(m)
+        if self._rounds and -(-m.n_tokens // self._dst_block_size) <= len(self._dst):
+            return self._copy(m)  # the first time a reservation is made, also of no blocks: it is what is entered
         self.state = "reserving"
         return [DoReserve(m.n_tokens, m.version)]
 

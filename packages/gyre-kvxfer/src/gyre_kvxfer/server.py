@@ -4,7 +4,8 @@ One listening endpoint for control and data connections. Each move is a `SourceM
 actions out and brings it messages, engine answers and the time.
 
 Invariant: one live move a session; engine calls of one move never overlap; a finished move is remembered (`REMEMBER`
-of them) so that a repeated message gets the answer it got before.
+of them) so that a repeated message gets the answer it got before. A peer that has fallen silent or does not read keeps
+neither a connection nor a session for good, and after `close` nothing reads the pool any more.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from gyre_kvxfer.transports.process_vm import ProcessVmExporter
 REMEMBER = 4096
 TICK_S = 0.25
 MAX_CONNECTIONS = 1024
+IDLE_S = 120.0
+"""A control connection over which nothing came for so long is closed: its peer hangs, or is gone without a word. Who
+lives renews, repeats its requests, and connects again."""
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +97,7 @@ class MigrationServer:
         self._socket: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._open: set[SocketChannel] = set()
+        self._serving: set[threading.Thread] = set()
         self.endpoint = ""
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -118,10 +123,7 @@ class MigrationServer:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for channel in list(self._open):
-            with contextlib.suppress(OSError):
-                channel.sock.shutdown(socket.SHUT_RDWR)
-            await channel.close()
+        await self._hang_up()
         if self._socket is not None:
             self._socket.close()
         for export in self._exports.values():
@@ -130,6 +132,15 @@ class MigrationServer:
         if self._listen.startswith("unix://"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._listen.removeprefix("unix://"))
+
+    async def _hang_up(self) -> None:
+        """Close all connections. Those of data are closed by their threads, when they have let go of the pool."""
+        for channel in list(self._open):
+            channel.hang_up()
+        for thread in list(self._serving):
+            await asyncio.to_thread(thread.join)
+        for channel in list(self._open):
+            await channel.close()
 
     async def __aenter__(self) -> MigrationServer:
         return await self.start()
@@ -184,12 +195,16 @@ class MigrationServer:
             return
         self._open.add(channel)
         if kind == DATA:
-            threading.Thread(target=self._serve_data, args=(channel,), daemon=True).start()
+            thread = threading.Thread(target=self._serve_data, args=(channel,), daemon=True)
+            self._serving.add(thread)
+            thread.start()
             return
         try:
             while True:
-                await self._message(decode(await channel.recv()), channel)
-        except TransportError:
+                async with asyncio.timeout(IDLE_S):
+                    frame = await channel.recv()
+                await self._message(await self._read(frame, channel), channel)
+        except (TransportError, TimeoutError):
             pass
         except KVError as err:
             log.warning("a control connection was dropped: %s", err)
@@ -197,13 +212,23 @@ class MigrationServer:
             self._open.discard(channel)
             await channel.close()
 
+    async def _read(self, frame: bytes, channel: SocketChannel) -> Message:
+        """The frame's message. Who sends what cannot be read here is told so: it would only repeat it."""
+        try:
+            return decode(frame)
+        except KVError as err:
+            await self._send(channel, Refused("", 0, "protocol", f"at the source: {err}"))
+            raise
+
     def _serve_data(self, channel: SocketChannel) -> None:
         try:
             BulkServer(self._regions, self._readable).serve(channel)
         except (KVError, OSError) as err:
             log.debug("a data connection ended: %s", err)
         finally:
+            channel.sock.close()
             self._open.discard(channel)
+            self._serving.discard(threading.current_thread())
 
     def _readable(self, move: str) -> bool:
         known = self._moves.get(move)
@@ -262,8 +287,15 @@ class MigrationServer:
         return move
 
     async def _send(self, channel: Channel, message: Message) -> None:
-        with contextlib.suppress(TransportError):
-            await channel.send(encode(message))
+        """Send, or let it be: who wants an answer asks again. A peer that does not read loses its connection."""
+        try:
+            async with asyncio.timeout(self._lease_s):
+                await channel.send(encode(message))
+        except TransportError:
+            pass
+        except TimeoutError:  # half of it may be sent
+            if isinstance(channel, SocketChannel):
+                channel.hang_up()
 
     # -- actions -------------------------------------------------------------------------------------------------
     async def _run(self, move: ServedMove, actions: list[m.Action]) -> None:
