@@ -5,10 +5,14 @@ Needs the environment built by `tools/engine_env.py vllm`, or GYRE_VLLM_PYTHON.
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
-from gyre_core import ComponentContext
+from gyre_core import ComponentContext, WeightSource
 from gyre_core.testing.engines import EngineConformance, EngineRig
 from gyre_vllm.engine import VLLMEngine
 from gyre_vllm.options import VLLMOptions
@@ -32,3 +36,25 @@ class TestVLLM(EngineConformance):
             cache_block=real_server.block,
             max_context=real_server.max_context,
         )
+
+
+async def kill(engine: Any) -> None:
+    """The server of its own, with all its processes; its keeper sees that and ends."""
+    keeper = engine._state.server.process._process.pid
+    (server,) = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+    os.kill(int(server), signal.SIGKILL)
+    while Path(f"/proc/{keeper}").exists():
+        await asyncio.sleep(0.1)
+
+
+async def test_a_server_that_dies_asleep_is_followed_by_another(
+    vllm_python: str, tiny_sources: list[WeightSource], context: ComponentContext
+) -> None:
+    """The suite's check, on a server that nobody shares."""
+    options = VLLMOptions(python=vllm_python, dtype="float32", max_context=512, max_running=4, kv_cache_gb=0.1)
+
+    def make() -> VLLMEngine:
+        return VLLMEngine(options, context)
+
+    rig = EngineRig(make, tiny_sources, 320, cache_block=32, max_context=512, patience=600.0, kill=kill)
+    await EngineConformance().test_a_server_that_dies_asleep_is_followed_by_another(rig)

@@ -39,6 +39,9 @@ class EngineRig:
     """Prompt plus sampled tokens that one call may have; calls beyond it end with LENGTH or are refused."""
     patience: float = 120.0
     """Seconds after which a call counts as hung."""
+    kill: Callable[[Engine], Awaitable[None]] | None = None
+    """Ends the server of a started engine as an accident would and returns when it is gone; None where there is none, or
+    one that others use too."""
 
     @asynccontextmanager
     async def started(self, version: int = 0) -> AsyncIterator[Engine]:

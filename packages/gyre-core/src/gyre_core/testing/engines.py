@@ -15,6 +15,7 @@ from __future__ import annotations
 import pytest
 
 from gyre_core.testing.engine_calls import CallChecks
+from gyre_core.testing.engine_faults import FaultChecks
 from gyre_core.testing.engine_handover import HandoverChecks
 from gyre_core.testing.engine_kv import KVChecks
 from gyre_core.testing.engine_rig import EngineRig
@@ -23,7 +24,7 @@ from gyre_core.testing.engine_versions import VersionChecks
 __all__ = ["EngineConformance", "EngineRig"]
 
 
-class EngineConformance(CallChecks, VersionChecks, KVChecks, HandoverChecks):
+class EngineConformance(CallChecks, VersionChecks, KVChecks, HandoverChecks, FaultChecks):
     """All checks of engines."""
 
     @pytest.fixture
