@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from gyre_core import EngineLoad, InfrastructureError, Role, WeightSource
+from gyre_core import (
+    EngineLoad,
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    InfrastructureError,
+    Role,
+    WeightSource,
+)
 from gyre_rl.cell import host as cell_host
 from gyre_rl.cell.host import CellHost
 from gyre_rl.cell.messages import CellBody, Failing, LoadEvent, SwitchTo, Sync
@@ -132,3 +141,118 @@ async def test_a_turn_that_is_undone_ends_where_it_began() -> None:
     engine.fetched[5].set()
     await asyncio.gather(there, back)
     assert (host.role, engine.took) == (Role.ROLLOUT, [-1, 6])
+
+
+class Unsure(Turning):
+    """`fails`: what raises of its and its trainer's methods; `mute`: it takes calls and answers none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails: set[str] = set()
+        self.mute = False
+        for event in self.fetched.values():
+            event.set()
+
+    def _may_fail(self, what: str) -> None:
+        self.took.append(what)
+        if what in self.fails:
+            raise InfrastructureError(f"asking for {what}", got="an error")
+
+    async def sleep(self) -> None:
+        self._may_fail("sleep")
+
+    async def wake(self, source: WeightSource) -> None:
+        self._may_fail("wake")
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        self._may_fail("generate")
+        if self.mute:
+            await asyncio.Event().wait()
+        yield GenerateChunk((3,), (-1.0,), (0,))
+        yield GenerateChunk(finish=FinishReason.LENGTH)
+
+    async def onload(self) -> None:
+        self._may_fail("onload")
+
+    async def offload(self) -> None:
+        self._may_fail("offload")
+
+
+def unsure(role: Role) -> tuple[CellHost, Unsure, Link]:
+    engine, link = Unsure(), Link()
+    host: Any = host_of(engine)  # type: ignore[arg-type]
+    host._snapshots, host.trainer, host.role, host._link = engine, engine, role, link
+    host._engine_up = host._trainer_up = host._draining = True
+
+    async def nothing() -> None:
+        return None
+
+    host._leases.flush = nothing
+    return host, engine, link
+
+
+def to(role: Role) -> SwitchTo:
+    return SwitchTo(role, WeightSource(5, "x"))
+
+
+@pytest.mark.parametrize(
+    ("old", "fails", "proof"), [(Role.ROLLOUT, "sleep", "generate"), (Role.TRAIN, "offload", "onload")]
+)
+async def test_a_role_that_was_left_by_half_is_worked_in_again_or_the_cell_ends(
+    old: Role, fails: str, proof: str
+) -> None:
+    """The way back is gone, not only said to have been."""
+    host, engine, link = unsure(old)
+    other = Role.TRAIN if old is Role.ROLLOUT else Role.ROLLOUT
+    for broken in (False, True):
+        engine.fails, engine.took = {fails, proof} if broken else {fails}, []
+        with pytest.raises(InfrastructureError, match=fails):
+            await host.switch(to(other))
+        host._draining = True
+        assert (host.role, link.closed) == (old, False)
+        if broken:
+            with pytest.raises(InfrastructureError, match=proof):
+                await host.switch(to(old))
+        else:
+            await host.switch(to(old))
+            await host.switch(to(old))
+        assert engine.took == [fails, proof]
+        assert host._draining == broken
+    assert link.closed
+    ((topic, message),) = link.asked
+    assert topic == "failing"
+    assert proof in message.why
+
+
+async def test_an_engine_that_takes_calls_and_answers_none_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cell_host, "SERVES_S", 0.05)
+    host, engine, link = unsure(Role.ROLLOUT)
+    engine.fails, engine.mute = {"sleep"}, True
+    with pytest.raises(InfrastructureError, match="sleep"):
+        await host.switch(to(Role.TRAIN))
+    with pytest.raises(InfrastructureError, match="no token"):
+        await asyncio.wait_for(host.switch(to(Role.ROLLOUT)), 60)
+    assert link.closed
+
+
+async def test_a_cell_in_no_role_that_gets_into_none_ends() -> None:
+    """Neither the new role nor the old: whoever asked asks for the old one again, once."""
+    host, engine, link = unsure(Role.ROLLOUT)
+    engine.fails = {"onload", "wake"}
+    with pytest.raises(InfrastructureError, match="wake"):
+        await host.switch(to(Role.TRAIN))
+    assert (host.role, link.closed) == (None, False)
+    with pytest.raises(InfrastructureError, match="wake"):
+        await host.switch(to(Role.ROLLOUT))
+    assert link.closed
+
+
+async def test_a_fall_back_that_worked_ends_nothing() -> None:
+    host, engine, link = unsure(Role.ROLLOUT)
+    engine.fails = {"onload"}
+    for _ in range(2):
+        with pytest.raises(InfrastructureError, match="onload"):
+            await host.switch(to(Role.TRAIN))
+        await host.switch(to(Role.ROLLOUT))
+    assert (host.role, link.closed) == (Role.ROLLOUT, False)
+    assert engine.took == ["sleep", "onload", "wake"] * 2

@@ -1,12 +1,15 @@
 """The process of a cell: engine, trainer and the way from one role to the other.
 
 Invariant: a cell works in one role at a time. As ROLLOUT its engine is awake; as TRAIN the engine sleeps and the
-trainer computes leases, one after the other. Not here: when to switch, where sessions go, what a gradient is.
+trainer computes leases, one after the other. A cell that says it is back in a role has shown that it works there; one
+that cannot get back ends, so that another life takes its place. Not here: when to switch, where sessions go, what a
+gradient is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import replace
@@ -23,12 +26,14 @@ from gyre_core import (
     Contribution,
     Engine,
     EngineCapability,
+    GenerateRequest,
     GyreError,
     InfrastructureError,
     Kind,
     KVHandover,
     PluginManager,
     Role,
+    SamplingParams,
     StepResult,
     Trainer,
     WeightSource,
@@ -70,6 +75,8 @@ from gyre_rl.procs.wire import Empty, Endpoint, Peer, authorised, build_app, unp
 log = logging.getLogger("gyre.cell")
 ENGINE_GRACE_S = 10.0
 """Seconds for which an engine may not even tell its load before its cell gives up."""
+SERVES_S = 60.0
+"""How long an engine that did not fall asleep may take to sample a token, before its cell gives up."""
 
 
 class CellHost:
@@ -81,6 +88,8 @@ class CellHost:
         self.spec, self.body, self.engine, self.trainer = spec, body, engine, trainer
         self.role: Role | None = None
         self._draining = False
+        self._half_left = False
+        """It began to leave its role and did not get out: engine or trainer may be in any state."""
         self._engine_up = self._trainer_up = False
         self._moves = moves or Moves(spec, body.kv)
         self._load_task: asyncio.Task[None] | None = None
@@ -175,12 +184,7 @@ class CellHost:
             except GyreError as error:
                 failing_since = failing_since or time.monotonic()
                 if time.monotonic() - failing_since > ENGINE_GRACE_S:
-                    log.error("the engine has failed; this cell ends, so that a new one can take its place: %s", error)
-                    # Asked, not told, so that the run has heard it before the connection ends.
-                    try:
-                        await link.ask("failing", Failing(str(error)), NoneType)
-                    finally:
-                        await link.close()
+                    await self._give_up(link, f"the engine has failed: {error}")
                     return
                 continue
             failing_since = None
@@ -189,6 +193,13 @@ class CellHost:
             except GyreError as error:
                 log.warning("load not reported: %s", error)
                 return
+
+    async def _give_up(self, link: Link, why: str) -> None:
+        """End this cell, so that a new one can take its place."""
+        log.error("this cell ends: %s", why)
+        with contextlib.suppress(GyreError):  # asked, not told, so that the run has heard it before the connection ends
+            await link.ask("failing", Failing(why), NoneType)
+        await link.close()
 
     # -- roles -----------------------------------------------------------------------------------------------
     async def _enter(self, role: Role, source: WeightSource) -> None:
@@ -217,29 +228,62 @@ class CellHost:
 
     async def _leave(self) -> None:
         """From the present role to none."""
+        self._half_left = self.role is not None
         if self.role is Role.ROLLOUT:
             await self.engine.sleep()
         elif self.role is Role.TRAIN:
             await self._leases.flush()
             await self.trainer.offload()
-        self.role = None
+        self.role, self._half_left = None, False
+
+    async def _go_back(self) -> None:
+        """Work in a role again that was left by half; raises when that cannot be."""
+        if self.role is Role.TRAIN:
+            await self.trainer.onload()
+        else:
+            await self._sample_one()
+        self._half_left = False
+
+    async def _sample_one(self) -> None:
+        """The engine's load alone would not tell whether it answers calls."""
+        name = f"{self.spec.cell}-serves"
+        request = GenerateRequest(name, name, [0], SamplingParams(1, temperature=0.0))
+        try:
+            async with asyncio.timeout(SERVES_S):
+                found = [token async for chunk in self.engine.generate(request) for token in chunk.token_ids]
+        except TimeoutError:
+            found = []
+        if not found:
+            doing = f"going back to sampling on {self.spec.cell}"
+            raise InfrastructureError(doing, got=f"no token in {SERVES_S:g} s", expected="an engine that is awake")
 
     async def switch(self, message: SwitchTo) -> Took:
-        """Change the role; on failure go back to the old one and raise."""
+        """Change the role; on failure go back to the old one and raise. A cell that could not go back and, asked to,
+        cannot again, ends."""
         began = time.perf_counter()
         async with self._changing:
-            await self._switch(message)
+            astray = self.role is None or self._half_left
+            try:
+                await self._switch(message)
+            except Exception as error:
+                if astray and self._link is not None:
+                    await self._give_up(self._link, f"it got into no role: {error}")
+                raise
         return Took(time.perf_counter() - began)
 
     async def _switch(self, message: SwitchTo) -> None:
         old = self.role
-        if old is not message.role:
+        if old is message.role:
+            if self._half_left:
+                await self._go_back()
+        else:
             source = await self._snapshots.near(message.source)
             await self._leave()
             try:
                 await self._enter(message.role, source)
-            except Exception:  # of any plugin: nothing is hidden, the cell only goes back before it tells
+            except Exception as error:  # of any plugin: nothing is hidden, the cell only goes back before it tells
                 if old is not None:
+                    log.warning("%s does not become %s and goes back: %s", self.spec.cell, message.role, error)
                     await self._enter(old, source)
                 raise
         self._draining = False
