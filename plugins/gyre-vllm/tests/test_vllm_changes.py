@@ -9,7 +9,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from gyre_core import CapabilityError, FinishReason, InfrastructureError, PauseMode, WeightSource
+from gyre_core import (
+    CapabilityError,
+    ComponentContext,
+    FinishReason,
+    InfrastructureError,
+    PauseMode,
+    WeightSource,
+    seed_of,
+)
+from gyre_vllm.engine import VLLMEngine
 from gyre_vllm.labels import VersionLabels
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,6 +93,67 @@ async def test_no_kv_of_old_weights_is_found(served: Any, ask: Any, sources: lis
     assert (await ask(engine, prompt, 4, name="again")).cached > 0
     await engine.flush_cache()
     assert (await ask(engine, prompt, 4, name="flushed")).cached == 0
+
+
+async def test_no_kv_of_another_engine_is_found(
+    served: Any, ask: Any, context: ComponentContext, sources: list[WeightSource]
+) -> None:
+    """On a server that was in use before and refuses to drop its prefix cache; under the same version's number."""
+    server, first = await served()
+    prompt = list(range(50))
+    await ask(first, prompt, 4)
+    assert (await ask(first, prompt, 4)).cached > 0
+    await first.close()
+    server.faults.add("reset-refused")
+    second = VLLMEngine(first.options, context)
+    await second.start(WeightSource(0, sources[1].location))
+    assert (await ask(second, prompt, 4)).cached == 0
+    await second.close()
+
+
+@pytest.mark.parametrize("how", ["connector", "recompute", "no extension"])
+async def test_a_call_that_goes_on_under_new_weights_draws_other_random_numbers(
+    served: Any, ask: Any, sources: list[WeightSource], how: str
+) -> None:
+    """A server counts a seed's random numbers from a segment's first token: those that the tokens before were drawn
+    with must not come again. What is sent is a function of the call's own seed."""
+    options = {"on_update": "recompute"} if how == "recompute" else {}
+    server, engine = await served(options, extension=how != "no extension")
+    if how == "connector":
+        server.faults.add("connector")
+        await engine.close()
+        engine = VLLMEngine(engine.options, ComponentContext(".", "again"))
+        await engine.start(sources[0])
+    for seed in (7, None):
+        server.bodies.clear()
+        chunks: list[Any] = []
+        server.most = 20
+        task = asyncio.create_task(ask(engine, [4, 5], 60, name=f"c{seed}", into=chunks, seed=seed, temperature=1.0))
+        await until(chunks, 3, task)
+        await engine.update_weights(sources[1])
+        server.most = 60
+        assert len((await task).ids) == 60
+        sent = [(len(body["token_ids"]) - 2, body["sampling_params"].get("seed")) for body in server.bodies]
+        (before, first), (after, second) = sent
+        assert (before, first) == (0, seed)
+        assert after > 0
+        assert second == (None if seed is None else seed_of(seed, after))
+    await engine.close()
+
+
+async def test_a_call_whose_answer_is_cut_behind_its_last_token_is_over(
+    served: Any, ask: Any, sources: list[WeightSource]
+) -> None:
+    """There is nothing left to go on with."""
+    server, engine = await served({"on_update": "recompute"})
+    server.faults.add("late-end")
+    task = asyncio.create_task(ask(engine, [4], 5))
+    while server.totals["generation"] != 5:
+        await asyncio.sleep(0.002)
+    await engine.update_weights(sources[1])
+    server.faults.clear()
+    result = await asyncio.wait_for(task, 60)
+    assert (result.versions, result.finish) == ([0] * 5, FinishReason.LENGTH)
 
 
 async def test_an_update_that_cannot_be_read_does_not_even_pause(

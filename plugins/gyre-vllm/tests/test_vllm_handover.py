@@ -101,7 +101,7 @@ async def test_a_call_that_is_stopped_goes_on_elsewhere_with_one_token_computed(
     context = [*range(20), *cut.ids]
     assert (held.token_ids.tolist(), held.version, held.running) == (context, 0, False)
     assert [body["kv_transfer_params"] for body in first.bodies if "prompt" in body] == [
-        {"gyre_take": f"generate-tokens-{a._name}-0"}
+        {"gyre_take": f"generate-tokens-{a._state.name}-0"}
     ]
     came = await b.kv_import(held)
     assert (came.tokens, came.computed, came.nbytes) == (len(context), 1, 0)

@@ -66,7 +66,7 @@ class Call:
 
 
 class FakeVLLM:
-    """`faults` is a set of words the handlers look for; see `_generate` and `_rpc`."""
+    """`faults` is a set of words the handlers look for; "X-fails" lets what is named X answer with HTTP 500."""
 
     def __init__(self, *, slots: int = 4, tick_s: float = 0.002, extension: bool = True) -> None:
         self.slots, self.tick_s, self.extension = slots, tick_s, extension
@@ -243,6 +243,8 @@ class FakeVLLM:
             if "error-event" in self.faults and sent >= 2:
                 await self._event(answer, {"error": {"message": "EngineCore died", "code": 500}})
                 return
+        while "late-end" in self.faults:
+            await asyncio.sleep(self.tick_s)
         usage = {"prompt_tokens": call.prompt, "prompt_tokens_details": {"cached_tokens": call.cached or 0}}
         await self._event(answer, {"choices": [], "usage": usage})
         await answer.write(b"data: [DONE]\n\n")
@@ -269,7 +271,12 @@ class FakeVLLM:
     async def _event(self, answer: web.StreamResponse, event: dict[str, Any]) -> None:
         await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
+    def _may_fail(self, what: str) -> None:
+        if f"{what}-fails" in self.faults:
+            raise web.HTTPInternalServerError(text=json.dumps({"error": {"message": f"{what} failed"}}))
+
     async def _pause(self, request: web.Request) -> web.Response:
+        self._may_fail("pause")
         assert "connector" not in self.faults, "vLLM would wait for ever for a lease to end"
         self.log.append("pause")
         self.paused = True
@@ -279,6 +286,7 @@ class FakeVLLM:
         return web.json_response({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
+        self._may_fail("resume")
         self.log.append("resume")
         self.paused = False
         return web.json_response({"status": "resumed"})
@@ -296,9 +304,10 @@ class FakeVLLM:
         return web.json_response({"success": True})
 
     async def _forget(self, request: web.Request) -> web.Response:
-        if not self.running:
+        done = not self.running and "reset-refused" not in self.faults
+        if done:
             self.cache.clear()
-        return web.json_response({"success": not self.running})
+        return web.json_response({"success": done})
 
     async def _rpc(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -325,6 +334,7 @@ class FakeVLLM:
 
     async def _do_reload_weights(self, weights_path: str) -> None:
         assert self.paused or not (self.running or self.waiting)
+        assert not self.asleep
         if "load-fails" in self.faults:
             self.faults.discard("load-fails")
             self.weights = -1
@@ -336,11 +346,12 @@ class FakeVLLM:
     def _do_gyre_sleep(self) -> dict[str, Any]:
         assert self.paused
         assert not self.running
-        self.asleep = True
+        self.asleep, self.weights = True, -1
+        self._may_fail("sleep")
         return {"before": 10, "after": 1}
 
     def _do_gyre_wake(self) -> dict[str, Any]:
-        assert self.asleep
+        self._may_fail("wake")
         self.asleep = False
         return {"after": 10}
 
@@ -397,9 +408,9 @@ def _spans(versions: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-async def _serve(port: int, number: int) -> None:
+async def _serve(port: int, number: int, faults: Iterable[str]) -> None:
     server = FakeVLLM(tick_s=0.02)  # so that a call of it outlasts a pause of the process that asks
-    server.weights = number
+    server.weights, server.faults = number, set(faults)
     print("serving", await server.start(port), flush=True)
     await asyncio.Event().wait()
 
@@ -409,4 +420,4 @@ if __name__ == "__main__":  # as `vllm serve MODEL ... --port N` is called
     weights = struct.unpack("<q", (Path(words[0]) / "model.safetensors").read_bytes()[-8:])[0]
     if "--die" in words:
         sys.exit("ERROR torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB")
-    asyncio.run(_serve(int(words[words.index("--port") + 1]), weights))
+    asyncio.run(_serve(int(words[words.index("--port") + 1]), weights, [w for w in words if w.endswith("-fails")]))

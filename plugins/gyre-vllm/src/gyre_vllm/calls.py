@@ -143,8 +143,9 @@ async def run_segment(
     """Send what is left of the call and hand out its tokens. The last chunk has `finish` unless the call must go on in
     another segment. Raises InfrastructureError when the answer breaks off and nobody cut it."""
     segment = Segment(call, vocab)
+    done = len(call.sampled)
     body = request_body(
-        model, [*call.prompt, *call.sampled], call.request.sampling, call.limit - len(call.sampled), salt,
+        model, [*call.prompt, *call.sampled], call.request.sampling.rest(done), call.limit - done, salt,
         every=every, transfer=call.transfer, routed_from=call.routed_from,
     )  # fmt: skip
     fetching, call.transfer = call.transfer is not None, None
@@ -182,7 +183,7 @@ def _end(call: RunningCall, segment: Segment) -> GenerateChunk:
             call.doing, got=f"an answer that broke off after {len(call.sampled)} tokens", expected="its end"
         )
     last = segment.last()
-    finish = segment.finish if segment.done else None
+    finish = segment.finish  # said with the last token; an answer that was cut behind it has nothing left to go on with
     call.labels.check(segment.spans, call.first, len(call.sampled) - call.first, call.doing)
     if finish is FinishReason.STOP and call.sampled[-1:] != [
         token for token in call.sampled[-1:] if token in call.request.sampling.stop_token_ids

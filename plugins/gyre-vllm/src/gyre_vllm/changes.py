@@ -4,7 +4,8 @@ How weights change under running calls (`update`): close the gate, pause the ser
 each call has sampled, load, enter the border into the labels, begin a new salt, resume. A call that has sampled nothing
 yet, or whose count nobody knows, ends at the server and starts again under the new weights and salt, unseen by its
 caller; a request that moves KV is given up (`gyre_vllm.transfers`). Invariants: no token is labelled from the time it
-arrived; between pause and resume no call enters; a failed load either leaves the old weights or ends the engine.
+arrived; between pause and resume no call enters; what fails here leaves an engine that goes on as before, under whole
+weights and with its gate open, or one that has failed and says so to everybody.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 
 from gyre_core import CapabilityError, ComponentContext, InfrastructureError, PauseMode, WeightSource
 
 from gyre_vllm.calls import Cut, RunningCall
+from gyre_vllm.loading import load_version, require_loadable, require_members, require_vocabulary
 from gyre_vllm.options import VLLMOptions
 from gyre_vllm.server import Server, launch
 from gyre_vllm.state import EngineState, Phase
-from gyre_vllm.weights import COLLECTIVE, PACKAGE, ModelVersion, read_meeting, read_version, require_same
+from gyre_vllm.weights import COLLECTIVE, ModelVersion, read_version, require_same
 from gyre_vllm.wire import ID_PREFIX
 
 log = logging.getLogger("gyre.vllm")
@@ -72,7 +73,7 @@ class Changes:
         server = await launch(self._options, self._context, model.base, self._lives)
         self._lives += 1
         try:
-            _require_vocabulary(server, model, source)
+            require_vocabulary(server, model, source)
             if load:
                 if not server.facts.connector:
                     await server.client.pause("abort")
@@ -124,6 +125,8 @@ class Changes:
         state = self._state
         while True:
             await asyncio.sleep(_WATCH_S)
+            if state.phase is Phase.ASLEEP:
+                continue  # nobody needs it now; `wake` looks whether it still lives
             if not server.alive:
                 state.fail(InfrastructureError("running vLLM", got=server.story(), expected="a live server"))
                 return
@@ -148,15 +151,41 @@ class Changes:
         """See `VLLMEngine.pause`."""
         async with self._lock:
             state, server = self._state, self._state.ready("pausing")
-            state.open.clear()
-            if not state.paused:
-                await self._halt(server)
-                state.paused = True
-            calls = list(state.calls)
-            if mode is PauseMode.ABORT:
-                for call in calls:
-                    call.abort()
-                await state.end_segments(server, calls)
+            async with self._shut(server, "pausing"):
+                if not state.paused:
+                    await self._halt(server)
+                    state.paused = True
+                calls = list(state.calls)
+                if mode is PauseMode.ABORT:
+                    for call in calls:
+                        call.abort()
+                    await state.end_segments(server, calls)
+
+    @asynccontextmanager
+    async def _shut(self, server: Server, doing: str) -> AsyncIterator[None]:
+        """Let no call enter meanwhile. Afterwards, whatever failed, the engine takes calls again unless it is paused or
+        asleep, or it has failed."""
+        self._state.open.clear()
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(InfrastructureError):  # is in the engine's fault; who asked is told the first one
+                await self._reopen(server, doing, error)
+            raise
+        await self._reopen(server, doing)
+
+    async def _reopen(self, server: Server, doing: str, before: BaseException | None = None) -> None:
+        state = self._state
+        if state.paused or state.phase is not Phase.READY:
+            return
+        try:
+            await self._go_on(server)
+        except InfrastructureError as error:
+            got = str(error) if before is None else f"{str(before) or type(before).__name__}; and after it {error}"
+            state.fail(InfrastructureError(doing, got=got, expected="a server that goes on"))
+            raise
+        state.note_progress()
+        state.open.set()
 
     async def _halt(self, server: Server) -> None:
         """Let the server sample nothing more; the gate is closed. With a KV connector its pause would wait for leases
@@ -198,11 +227,10 @@ class Changes:
         async with self._timed("update_weights"):
             state, server = self._state, self._state.ready("updating weights")
             if source.kind == COLLECTIVE:
-                _require_members(server, self._options, source)
+                require_members(server, self._options, source)
             else:
                 await self._read_next(server, source)
-            state.open.clear()
-            try:
+            async with self._shut(server, f"loading policy version {source.version}"):
                 if not state.paused:
                     await self._halt(server)
                 with state.transfers.none():
@@ -211,11 +239,6 @@ class Changes:
                     self._enter(source)
                 for call, border in borders.items():
                     call.labels.change(border, source.version)
-            finally:
-                if not state.paused and state.phase is Phase.READY:
-                    await self._go_on(server)
-                    state.note_progress()
-                    state.open.set()
 
     def _enter(self, source: WeightSource) -> None:
         self._state.version, self._state.source = source.version, source
@@ -256,29 +279,12 @@ class Changes:
         assert self._model is not None
         require_same(model, self._model, source.location, doing)
         if server is not None:
-            _require_loadable(server, model, doing)
+            require_loadable(server, model, doing)
         return model
 
     async def _load(self, server: Server, source: WeightSource) -> None:
-        limit = self._options.start_timeout_s
-        if source.kind == COLLECTIVE:
-            await self._receive(server, source)
-        elif server.facts.extension:
-            await server.client.rpc("gyre_load", timeout_s=limit, location=source.location, package=PACKAGE)
-        else:
-            await server.client.rpc("reload_weights", timeout_s=limit, weights_path=source.location)
-
-    async def _receive(self, server: Server, source: WeightSource) -> None:
-        """Let the workers join the group and take what its first member broadcasts."""
-        doing, limit = f"receiving policy version {source.version}", self._options.start_timeout_s
         assert self._model is not None
-        meeting = asdict(read_meeting(source.location, doing)) | {"timeout_s": limit}
-        told = await server.client.rpc(
-            "gyre_receive", timeout_s=limit, meeting=meeting, shapes=self._model.shapes, package=PACKAGE
-        )
-        versions = {int(answer["version"]) for answer in told}
-        if versions != {source.version}:
-            raise InfrastructureError(doing, got=f"versions {sorted(versions)}", expected=str(source.version))
+        await load_version(server, source, self._model.shapes, self._options.start_timeout_s)
 
     async def _load_or_restore(self, server: Server, source: WeightSource) -> None:
         """Load and tell the server which version it has; on failure bring the old weights back and raise, or end the
@@ -288,65 +294,87 @@ class Changes:
             await self._load(server, source)
             await server.client.set_version(source.version)
         except InfrastructureError as error:
-            old = self._state.source
-            assert old is not None
             self._state.epoch += int(server.facts.connector)
-            try:
-                if old.kind == COLLECTIVE:
-                    raise InfrastructureError(
-                        "loading it again", got="a broadcast", expected="a version at rest"
-                    ) from None
-                await self._load(server, old)
-                await server.client.set_version(old.version)
-            except InfrastructureError as second:
-                self._state.fail(
-                    InfrastructureError(
-                        f"loading policy version {source.version}",
-                        got=f"{error}; and version {old.version} could not be brought back: {second}",
-                        expected="one whole set of weights",
-                    )
-                )
+            await self._restore(server, f"loading policy version {source.version}", error, self._load)
             raise
+
+    async def _restore(
+        self,
+        server: Server,
+        doing: str,
+        before: InfrastructureError,
+        load: Callable[[Server, WeightSource], Awaitable[None]],
+    ) -> None:
+        """Bring the present version's weights back after this error; the engine has failed if they do not come."""
+        old = self._state.source
+        assert old is not None
+        try:
+            if old.kind == COLLECTIVE:
+                raise InfrastructureError("loading it again", got="a broadcast", expected="a version at rest") from None
+            await load(server, old)
+            await server.client.set_version(old.version)
+        except InfrastructureError as error:
+            self._state.fail(
+                InfrastructureError(
+                    doing,
+                    got=f"{before}; and version {old.version} could not be brought back: {error}",
+                    expected="one whole set of weights",
+                )
+            )
 
     # -- sleep -------------------------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
-        """See `VLLMEngine.sleep`. A failed server sleeps by being ended."""
+        """See `VLLMEngine.sleep`. A failed server of ours sleeps by being ended, also one that fails on the way."""
         async with self._timed("sleep"):
-            state = self._state
-            way = self.sleep_way()
+            state, way, doing = self._state, self.sleep_way(), "putting vLLM to sleep"
             if way is None:
-                raise CapabilityError("putting vLLM to sleep", got="a server that cannot", expected="SLEEP")
-            if state.phase is Phase.FAILED and not self._options.url:
+                raise CapabilityError(doing, got="a server that cannot", expected="SLEEP")
+            if state.phase is not Phase.FAILED or self._options.url:
+                server = state.ready(doing)
+                try:
+                    async with self._shut(server, doing):
+                        await self._lie_down(server, way)
+                    return
+                except InfrastructureError as error:
+                    if state.fault is None or self._options.url:
+                        raise
+                    log.warning("vLLM falls asleep by being ended; its next wake is a start: %s", error)
+            await self._down()
+            state.phase = Phase.ASLEEP
+
+    async def _lie_down(self, server: Server, way: str) -> None:
+        state = self._state
+        with state.transfers.none():
+            if not server.facts.connector:
+                await server.client.pause("abort")
+            calls = list(state.calls)
+            for call in calls:
+                call.abort()
+            await state.end_segments(server, calls)
+            if way == "memory":
+                await self._give_back(server)
+                state.paused = not server.facts.connector
+            else:
                 await self._down()
-                state.phase = Phase.ASLEEP
-                return
-            server = state.ready("putting vLLM to sleep")
-            state.open.clear()
-            with state.transfers.none():
-                calls = list(state.calls)
-                for call in calls:
-                    call.abort()
-                if not server.facts.connector:
-                    await server.client.pause("abort")
-                    state.paused = True
-                await state.end_segments(server, calls)
-                if way == "memory":
-                    await self._give_back(server)
-                else:
-                    await self._down()
-                state.phase = Phase.ASLEEP
+            state.phase = Phase.ASLEEP
 
     async def _give_back(self, server: Server) -> None:
-        if server.facts.device.startswith("cuda"):
-            await server.client.ask("POST", "/sleep", query={"level": "2", "mode": "abort"})
-            return
-        await server.client.forget_prefixes()
-        told = await server.client.rpc("gyre_sleep")
-        log.info("vLLM sleeps: resident bytes of its workers before and after: %s", told)
+        """Weights and KV; on failure they are whole again before it raises, or the engine has failed."""
+        try:
+            if server.facts.device.startswith("cuda"):
+                await server.client.ask("POST", "/sleep", query={"level": "2", "mode": "abort"})
+                return
+            await server.client.forget_prefixes()
+            told = await server.client.rpc("gyre_sleep")
+            log.info("vLLM sleeps: resident bytes of its workers before and after: %s", told)
+        except InfrastructureError as error:
+            self._state.epoch += 1  # what the blocks held may be gone
+            await self._restore(server, "putting vLLM to sleep", error, self._take_back)
+            raise
 
     async def wake(self, source: WeightSource) -> None:
-        """See `VLLMEngine.wake`."""
+        """See `VLLMEngine.wake`. A server of ours that died or does not wake is followed by another."""
         async with self._timed("wake"):
             state, server = self._state, self._state.server
             if state.phase is not Phase.ASLEEP:
@@ -354,19 +382,32 @@ class Changes:
                     "waking vLLM", got=f"an engine that is {state.phase.value}", expected="a sleeping one"
                 )
             model = await self._read_next(server, source)
-            if server is None or not server.alive:
+            if server is None or not await self._rouse(server, source):
                 await self._down()
                 await self._up(source, model)
-                return
+
+    async def _rouse(self, server: Server, source: WeightSource) -> bool:
+        """Let a sleeping server go on with these weights; False when one of ours does not."""
+        state, foreign = self._state, server.process is None
+        if not server.alive:
+            log.warning("vLLM died in its sleep, and another is started: %s", server.story())
+            return False
+        try:
             await self._take_back(server, source)
             await server.client.set_version(source.version)
             await server.client.forget_prefixes()
             await server.client.resume()
-            state.paused = False
-            self._enter(source)
-            state.phase = Phase.READY
-            state.note_progress()
-            state.open.set()
+        except InfrastructureError as error:
+            if foreign:
+                raise
+            log.warning("vLLM does not wake, and another is started: %s; %s", error, server.story())
+            return False
+        state.paused = False
+        self._enter(source)
+        state.phase = Phase.READY
+        state.note_progress()
+        state.open.set()
+        return True
 
     async def _take_back(self, server: Server, source: WeightSource) -> None:
         limit = self._options.start_timeout_s
@@ -377,41 +418,3 @@ class Changes:
         else:
             await server.client.rpc("gyre_wake")
             await self._load(server, source)
-
-
-def _require_vocabulary(server: Server, model: ModelVersion, source: WeightSource) -> None:
-    """InfrastructureError when the server serves another model than the folder's."""
-    if server.facts.vocab not in (0, model.vocab):
-        raise InfrastructureError(
-            f"reaching vLLM at {server.client.url}",
-            got=f"a vocabulary of {server.facts.vocab}",
-            expected=f"{model.vocab}, that of {source.location}",
-            fix="Let it serve the run's model.",
-        )
-
-
-def _require_loadable(server: Server, model: ModelVersion, doing: str) -> None:
-    """CapabilityError for what a server without our extension would get wrong or cannot read."""
-    if server.facts.extension:
-        return
-    if model.is_delta:
-        raise CapabilityError(
-            doing, got="a delta for a server without Gyre's worker extension", expected="a full version"
-        )
-    if model.tied and server.facts.device == "cpu":
-        raise CapabilityError(
-            doing,
-            got="a model whose output layer is its embedding, on vLLM's CPU backend without Gyre's worker extension",
-            expected="the extension, which loads the output layer too",
-            fix="Start the server with `--worker-extension-cls gyre_vllm_worker.GyreWorker`.",
-        )
-
-
-def _require_members(server: Server, options: VLLMOptions, source: WeightSource) -> None:
-    """CapabilityError when this server's workers cannot all join a group."""
-    doing = f"receiving policy version {source.version}"
-    if not server.facts.extension:
-        raise CapabilityError(doing, got="a server without Gyre's worker extension", expected="the extension")
-    if options.data_parallel > 1:
-        raise CapabilityError(doing, got="a data-parallel server", expected="data_parallel 1, or a version at rest")
-    read_meeting(source.location, doing)

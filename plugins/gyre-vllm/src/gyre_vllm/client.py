@@ -118,7 +118,8 @@ class ServerClient:
         await self.ask("POST", "/abort_requests", body={"request_ids": [ID_PREFIX + name for name in server_ids]})
 
     async def forget_prefixes(self) -> None:
-        """Drop the prefix cache; the server refuses while calls hold blocks, which is no error."""
+        """Drop the prefix cache. The server refuses while calls hold blocks, which is no error: what must not be found
+        is under a salt that nobody asks for."""
         await self.ask("POST", "/reset_prefix_cache")
 
     async def set_version(self, version: int) -> None:

@@ -9,7 +9,6 @@ in `gyre_vllm.changes`.
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import NoReturn
 
@@ -55,7 +54,7 @@ class VLLMEngine:
         self.options = options or VLLMOptions()
         self._state = EngineState()
         self._changes = Changes(self.options, context, self._state)
-        self._names, self._name = itertools.count(), secrets.token_hex(4)
+        self._names = itertools.count()
         self._computed = self._cached = 0
         self._contexts, self._arrivals = Contexts(), Arrivals()
         self._prefill_speed = PrefillSpeed()
@@ -149,7 +148,7 @@ class VLLMEngine:
             return
         server = state.ready(call.doing)
         call.cut, call.first = Cut.NONE, len(call.sampled)
-        call.server_id, call.salt = f"{self._name}-{next(self._names)}", state.salt
+        call.server_id, call.salt = f"{state.name}-{next(self._names)}", state.salt
         call.transfer = self._arrivals.take(call.request.session, state.salt, call.prompt)
         call.labels.change(call.first, state.version)
         call.at_rest.clear()

@@ -1,13 +1,15 @@
 """What an engine knows at any moment: its server, phase, version, running calls.
 
 Invariant: `fault` is set once and is the one cause of every later error; the salt changes with every change of weights
-and every flush, never back. Only `gyre_vllm.changes` changes phase, version and salt.
+and every flush, never back, and is no other engine's, of whatever a server has in its cache. Only `gyre_vllm.changes`
+changes phase, version and salt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from enum import Enum
 
@@ -34,6 +36,8 @@ class EngineState:
     """Shared by the engine's calls and its changes; lives on one event loop."""
 
     def __init__(self) -> None:
+        self.name = secrets.token_hex(4)
+        """Of this engine, unlike every other's."""
         self.phase = Phase.NEW
         self.server: Server | None = None
         self.version = -1
@@ -53,7 +57,7 @@ class EngineState:
     @property
     def salt(self) -> str:
         """The prefix cache's name under the present weights."""
-        return f"gyre-v{self.version}-{self.epoch}"
+        return f"gyre-{self.name}-v{self.version}-{self.epoch}"
 
     def note_progress(self) -> None:
         """Something came from the server just now."""

@@ -7,7 +7,7 @@ was written for vLLM 0.32. Invariants:
   * `gyre_counts` tells, while the scheduler is paused, how many tokens each call has sampled: the exact border between
     two weight versions;
   * after `gyre_load` every layer computes with the new weights, also those that share a tensor;
-  * memory is really given back by `gyre_sleep`, or it raises and nothing has changed.
+  * memory is really given back by `gyre_sleep`, or it raises; `gyre_wake` and `gyre_load` then bring all back.
 Answers are dicts of plain values.
 """
 
@@ -120,17 +120,20 @@ class GyreWorker:
         if self.vllm_config.kv_transfer_config is not None:
             raise RuntimeError("gyre_sleep: a KV connector holds the addresses of the cache; restart the server")
         before = _resident()
+        self._gyre_storages = _sizes([*(p.data for p in runner.model.parameters()), *_blocks(runner)])
         for module in runner.model.modules():
             if hasattr(module, "cpu_linear"):
                 module.cpu_linear = None  # holds a packed copy of the weights; loading makes it anew
-        self._gyre_storages = _release([*(p.data for p in runner.model.parameters()), *_blocks(runner)])
+        for storage, _ in self._gyre_storages:
+            storage.resize_(0)
         gc.collect()
         _trim()
         return {"before": before, "after": _resident()}
 
     def gyre_wake(self) -> dict[str, Any]:
-        """Take the memory again; what is in it is undefined until `gyre_load`."""
-        _take(self._gyre_storages)
+        """Take the memory again, of a worker that has it too; what is in it is undefined until `gyre_load`."""
+        for storage, size in getattr(self, "_gyre_storages", []):
+            storage.resize_(size)
         self._gyre_storages = []
         return {"after": _resident()}
 
@@ -253,19 +256,11 @@ def _storages(tensors: list[Any]) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
 
 
-def _release(tensors: list[Any]) -> list[tuple[Any, int]]:
-    """Empty the tensors' storages; views and owners stay as they are and see the memory again after `_take`. Buffers
-    are not among them: loading does not bring them."""
+def _sizes(tensors: list[Any]) -> list[tuple[Any, int]]:
+    """The tensors' storages that hold something, once, and their bytes. Emptied in place, views and owners stay as they
+    are and see the memory again when it is taken. Buffers are not among them: loading does not bring them."""
     storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    sizes = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
-    for storage, _ in sizes:
-        storage.resize_(0)
-    return sizes
-
-
-def _take(storages: list[tuple[Any, int]]) -> None:
-    for storage, size in storages:
-        storage.resize_(size)
+    return [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
 
 
 def _resident() -> int:

@@ -1,0 +1,279 @@
+"""Changes that fail on the way: afterwards the engine goes on as before, or it has failed and says so at once; it never
+takes calls that nobody answers. And servers that die while they sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from gyre_core import ComponentContext, FinishReason, InfrastructureError, WeightSource
+from gyre_core.testing.support import load_module
+from gyre_vllm.engine import VLLMEngine
+from gyre_vllm.launch import SERVER_MODULES
+from gyre_vllm.options import VLLMOptions
+
+FAKE = Path(__file__).with_name("vllm_fake.py")
+
+
+async def assert_serves(ask: Any, fake: ModuleType, engine: VLLMEngine, version: int, prompt: list[int]) -> Any:
+    """A call comes back, with tokens of these weights."""
+    result = await asyncio.wait_for(ask(engine, prompt, 4, name="after"), 60)
+    ids = list(prompt)
+    for token in result.ids:
+        assert token == fake.token_after(ids, 10 + version)
+        ids.append(token)
+    assert result.versions == [version] * 4
+    return result
+
+
+async def assert_failed(ask: Any, engine: VLLMEngine, *causes: str) -> None:
+    """Whoever asks hears of it, with these words."""
+    for question in (ask(engine, [1], 2), engine.load()):
+        with pytest.raises(InfrastructureError) as caught:
+            await asyncio.wait_for(question, 60)
+        assert all(cause in str(caught.value) for cause in causes)
+
+
+@pytest.fixture
+async def running(served: Any, ask: Any) -> Any:
+    """`await running()`: a fake, an engine, and a call of 100 tokens on its way."""
+
+    async def make() -> tuple[Any, VLLMEngine, asyncio.Task[Any]]:
+        server, engine = await served({"control_timeout_s": 30.0})
+        chunks: list[Any] = []
+        server.most = 50
+        task = asyncio.create_task(ask(engine, [7], 100, name="running", into=chunks))
+        while not chunks:
+            await asyncio.sleep(0.002)
+        return server, engine, task
+
+    return make
+
+
+@pytest.mark.parametrize("change", ["update_weights", "pause", "sleep"])
+async def test_a_pause_that_fails_changes_nothing(
+    running: Any, ask: Any, fake: ModuleType, sources: list[WeightSource], change: str
+) -> None:
+    server, engine, task = await running()
+    server.faults.add("pause-fails")
+    with pytest.raises(InfrastructureError, match="pause failed"):
+        await (engine.update_weights(sources[1]) if change == "update_weights" else getattr(engine, change)())
+    server.faults.clear()
+    server.most = 100
+    whole = await asyncio.wait_for(task, 60)
+    assert (whole.versions, whole.finish) == ([0] * 100, FinishReason.LENGTH)
+    await assert_serves(ask, fake, engine, 0, [3])
+    await engine.update_weights(sources[2])
+    await assert_serves(ask, fake, engine, 2, [3])
+
+
+@pytest.mark.parametrize("change", ["update_weights", "pause", "sleep"])
+async def test_a_server_that_neither_pauses_nor_goes_on_has_failed(
+    running: Any, ask: Any, sources: list[WeightSource], change: str
+) -> None:
+    """Whoever asked is told the first cause, everybody else both."""
+    server, engine, task = await running()
+    server.faults |= {"pause-fails", "resume-fails"}
+    with pytest.raises(InfrastructureError, match="pause failed"):
+        await (engine.update_weights(sources[1]) if change == "update_weights" else getattr(engine, change)())
+    await assert_failed(ask, engine, "pause failed", "resume failed")
+    with pytest.raises(InfrastructureError, match="resume failed"):
+        await asyncio.wait_for(task, 60)
+
+
+async def test_a_server_that_does_not_go_on_after_an_update_has_failed(
+    running: Any, ask: Any, sources: list[WeightSource]
+) -> None:
+    server, engine, task = await running()
+    server.faults.add("resume-fails")
+    with pytest.raises(InfrastructureError, match="resume failed"):
+        await engine.update_weights(sources[1])
+    await assert_failed(ask, engine, "resume failed")
+    with pytest.raises(InfrastructureError, match="resume failed"):
+        await asyncio.wait_for(task, 60)
+
+
+async def test_a_sleep_that_fails_half_way_is_undone(
+    running: Any, ask: Any, fake: ModuleType, sources: list[WeightSource]
+) -> None:
+    """Memory was given back already: weights come again, KV of before is not found."""
+    server, engine, task = await running()
+    prompt = list(range(40))
+    await ask(engine, prompt, 4, name="fill")
+    server.faults |= {"sleep-fails", "reset-refused"}
+    with pytest.raises(InfrastructureError, match="sleep failed"):
+        await engine.sleep()
+    assert (await task).finish is FinishReason.ABORT
+    assert (await engine.load()).slots_total == 4
+    assert (await assert_serves(ask, fake, engine, 0, prompt)).cached == 0
+    await engine.update_weights(sources[1])
+    await assert_serves(ask, fake, engine, 1, prompt)
+    server.faults.clear()
+    await engine.sleep()
+    await engine.wake(sources[2])
+    await assert_serves(ask, fake, engine, 2, prompt)
+
+
+@pytest.mark.parametrize("second", ["wake-fails", "load-fails", "resume-fails"])
+async def test_a_sleep_that_cannot_be_undone_fails_the_engine(running: Any, ask: Any, second: str) -> None:
+    server, engine, task = await running()
+    server.faults |= {"sleep-fails", second}
+    with pytest.raises(InfrastructureError, match="sleep failed"):
+        await engine.sleep()
+    await assert_failed(ask, engine, "sleep failed", second.replace("-fails", " failed"))
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_engine_that_was_paused_stays_so(running: Any, ask: Any, fake: ModuleType, sources: Any) -> None:
+    server, engine, task = await running()
+    await engine.pause()
+    server.faults.add("load-fails")
+    with pytest.raises(InfrastructureError, match="load failed"):
+        await engine.update_weights(sources[1])
+    late = asyncio.create_task(assert_serves(ask, fake, engine, 0, [5]))
+    await asyncio.sleep(0.05)
+    assert not late.done()
+    await engine.resume()
+    await late
+    server.most = 100
+    assert (await task).versions == [0] * 100
+
+
+# -- servers of ours ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def owned(context: ComponentContext) -> AsyncIterator[Any]:
+    """`owned(*faults)`: an engine that starts fakes as servers of its own."""
+    made: list[VLLMEngine] = []
+
+    def make(*faults: str) -> VLLMEngine:
+        options = VLLMOptions(command=(sys.executable, str(FAKE)), arguments=faults, control_timeout_s=10.0)
+        made.append(VLLMEngine(options, context))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        await engine.close()
+
+
+def process_of(engine: VLLMEngine) -> tuple[int, int]:
+    """The keeper's and the server's process."""
+    server = engine._state.server
+    assert server is not None
+    assert server.process is not None
+    keeper = server.process._process.pid
+    return keeper, int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_a_server_that_died_in_its_sleep_is_followed_by_another(
+    owned: Any, ask: Any, fake: ModuleType, sources: list[WeightSource], noticed: bool
+) -> None:
+    """A cell that trains asks for nothing but `wake`, whether its engine has seen the death or not."""
+    engine = owned()
+    await engine.start(sources[0])
+    for version in (1, 2):
+        await engine.sleep()
+        assert engine._changes.sleep_way() == "memory"
+        _, pid = process_of(engine)
+        os.kill(pid, signal.SIGKILL)
+        while noticed and engine._state.server.alive:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(1.0 if noticed else 0.0)
+        assert (await engine.load()).slots_total == 0
+        await engine.wake(sources[version])
+        await assert_serves(ask, fake, engine, version, [3])
+        assert process_of(engine)[1] != pid
+
+
+async def test_a_server_that_does_not_wake_is_followed_by_another(
+    owned: Any, ask: Any, fake: ModuleType, sources: list[WeightSource]
+) -> None:
+    engine = owned("wake-fails")
+    await engine.start(sources[0])
+    keeper, pid = process_of(engine)
+    await engine.sleep()
+    await engine.wake(sources[1])
+    await assert_serves(ask, fake, engine, 1, [3])
+    assert process_of(engine)[1] != pid
+    assert not Path(f"/proc/{keeper}").exists()
+
+
+async def test_a_server_that_neither_sleeps_nor_goes_on_is_ended_which_is_a_sleep_too(
+    owned: Any, ask: Any, fake: ModuleType, sources: list[WeightSource]
+) -> None:
+    engine = owned("sleep-fails", "wake-fails")
+    await engine.start(sources[0])
+    keeper, _ = process_of(engine)
+    await engine.sleep()
+    assert not Path(f"/proc/{keeper}").exists()
+    assert (await engine.load()).slots_total == 0
+    await engine.wake(sources[1])
+    await assert_serves(ask, fake, engine, 1, [3])
+
+
+async def test_a_foreign_server_that_was_started_again_wakes_too(
+    served: Any, ask: Any, fake: ModuleType, sources: list[WeightSource]
+) -> None:
+    """It never slept. While it is away `wake` says so, and may be asked again."""
+    server, engine = await served()
+    await engine.sleep()
+    await server.stop()
+    with pytest.raises(InfrastructureError):
+        await engine.wake(sources[1])
+    again = fake.FakeVLLM()
+    await again.start(urlsplit(engine.options.url).port)
+    try:
+        await engine.wake(sources[1])
+        await assert_serves(ask, fake, engine, 1, [3])
+    finally:
+        await engine.close()
+        await again.stop()
+
+
+# -- the worker's part -------------------------------------------------------------------------------------------------
+
+
+class Storage:
+    """`stuck`: it cannot be emptied."""
+
+    def __init__(self, size: int, stuck: bool = False) -> None:
+        self.size, self.stuck, self._cdata = size, stuck, id(self)
+
+    def nbytes(self) -> int:
+        return self.size
+
+    def resize_(self, size: int) -> None:
+        if self.stuck and size == 0:
+            raise RuntimeError("stuck")
+        self.size = size
+
+    def untyped_storage(self) -> Storage:
+        return self
+
+
+def test_a_worker_takes_back_what_half_a_sleep_gave_and_nothing_twice() -> None:
+    module = load_module(SERVER_MODULES / "gyre_vllm_worker.py")
+    held = [Storage(8), Storage(16), Storage(32, stuck=True)]
+    worker = module.GyreWorker()
+    model = SimpleNamespace(
+        modules=list, parameters=lambda: [SimpleNamespace(data=held[0]), SimpleNamespace(data=held[1])]
+    )
+    worker.model_runner = SimpleNamespace(device=SimpleNamespace(type="cpu"), model=model, kv_caches=held[1:])
+    worker.vllm_config = SimpleNamespace(kv_transfer_config=None)
+    worker.gyre_wake()
+    with pytest.raises(RuntimeError, match="stuck"):
+        worker.gyre_sleep()
+    assert [storage.size for storage in held] == [0, 0, 32]
+    worker.gyre_wake()
+    worker.gyre_wake()
+    assert [storage.size for storage in held] == [8, 16, 32]
