@@ -40,8 +40,8 @@ class EngineRig:
     patience: float = 120.0
     """Seconds after which a call counts as hung."""
     kill: Callable[[Engine], Awaitable[None]] | None = None
-    """Ends the server of a started engine as an accident would and returns when it is gone; None where there is none, or
-    one that others use too."""
+    """Ends the server of a started engine as an accident would and returns when it is gone; None where there is none,
+    or one that others use too."""
 
     @asynccontextmanager
     async def started(self, version: int = 0) -> AsyncIterator[Engine]:
