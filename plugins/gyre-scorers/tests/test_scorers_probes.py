@@ -237,3 +237,17 @@ def test_made_up_names_are_believed_in_no_file_that_could_have_had_a_probe():
     results.judged_again(Results(), probes)
     assert results.passed == passed[1:4]
     assert results.outcomes[passed[0]] == ("failed", "passed, but no test of its file failed that must fail")
+
+
+def test_what_another_class_inherited_and_passed_is_made_a_probe():
+    """The class that holds the tests is often none itself."""
+    text = b"class Base:\n    def test_a(self):\n        assert f() == 1\nclass TestA(Base):\n    pass\n"
+    passed = f"{FILE}::TestA::test_a"
+    probes = with_probes({FILE: text}, random.Random(0), [passed])
+    assert probes.names == {f"{FILE}::Base::test_a"}
+    results = Results({passed: ("passed", "")})
+    (end,) = probes.ends
+    results.judged_again(Results({passed: ("failed", "")}, places={passed: end}), probes)
+    assert results.passed == [passed]
+    results.judged_again(Results({passed: ("passed", "")}), probes)
+    assert results.passed == []
