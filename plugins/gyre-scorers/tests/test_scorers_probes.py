@@ -229,7 +229,7 @@ def test_made_up_names_are_believed_in_no_file_that_could_have_had_a_probe():
         f"{FILE}::test_c",
         "tests/test_n.py::test_1",
         "d.txt::d.txt",
-        "tests/test_o.py::test_a",
+        "tests/test_o.py::test_q",
     ]
     probes = with_probes(files, random.Random(0), passed)
     assert probes.names == frozenset()
