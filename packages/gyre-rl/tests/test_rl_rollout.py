@@ -13,6 +13,7 @@ import pytest
 from gyre_core import (
     CellId,
     CellLostError,
+    ConfigError,
     ExecutionEnd,
     ExecutionStatus,
     InfrastructureError,
@@ -234,6 +235,19 @@ async def test_a_helper_is_one_process_at_a_time_and_is_waited_for(monkeypatch):
     assert await again is made[1].peer
     assert await helper.ended(first)
     assert not helper.lives_as(CellId("agents", 1))
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("ConfigError", 1), ("InfrastructureError", 0)])
+async def test_a_task_that_cannot_be_scored_is_told_at_once(tmp_path, kind, ends):
+    async def run(job: Any) -> Outcome:
+        return Outcome(ExecutionEnd(ExecutionStatus.FAILED, f"scoring it: {kind}: key 'exitt'"), None, 1.0)
+
+    case = Case(tmp_path, Life(run))
+    refused: list[ConfigError] = []
+    case.rollout.on_refused = refused.append
+    case.rollout.start("g.0", "g", 0, 0)
+    await case.end()
+    assert [("g.0" in str(error), "key 'exitt'" in str(error)) for error in refused] == [(True, True)] * ends
 
 
 @pytest.mark.parametrize(

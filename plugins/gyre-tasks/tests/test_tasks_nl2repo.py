@@ -151,6 +151,18 @@ def test_only_and_heldout_name_projects(bench):
         Nl2RepoTaskSet(None, context).tasks("train")
 
 
+def test_looking_ahead_fetches_nothing_and_finds_wrong_names(bench, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("started a process"))
+    context = ComponentContext(".", "test", base_dir=str(bench))
+    fetching = {"path": "bench", "heldout": ()}
+    assert Nl2RepoTaskSet(Nl2RepoOptions(**fetching), context).check("train") == []
+    with pytest.raises(ConfigError, match="absent"):
+        Nl2RepoTaskSet(Nl2RepoOptions(**fetching, only=("absent",)), context).check("train")
+    put(bench / "hidden" / "adder", ORIGINAL)
+    here = Nl2RepoTaskSet(Nl2RepoOptions(**fetching, tests="hidden"), context)
+    assert here.check("train") == here.tasks("train") != []
+
+
 def test_one_task_is_found_without_the_tests_of_the_others(bench):
     put(bench / "bench" / "other", PROJECT)
     put(bench / "hidden" / "adder", ORIGINAL)

@@ -1,4 +1,5 @@
-"""Whether this machine can carry out a run: the model is there and can chat, the port is free, the disk takes data.
+"""Whether this machine can carry out a run: the model is there and can chat, the tasks can be read, the port is free,
+the disk takes data.
 
 Invariant: looks and changes nothing but a folder that it makes and a file that it writes and removes in the run's
 place; says everything that is wrong at once. What the configuration itself must satisfy is `gyre_rl.config`.
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from gyre_core import ComponentContext, GyreError, Kind, PluginManager
 
+from gyre_rl.cli.taskcheck import task_problems
 from gyre_rl.config import Problem, RunConfig, RunConfigError
 from gyre_rl.procs.sockets import listening
 
@@ -27,7 +29,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenize
 
 def preflight(config: RunConfig, run_dir: Path) -> None:
     """Raise RunConfigError with everything that keeps this machine from running `config` in `run_dir`."""
-    problems = [*model_problems(config), *port_problems(config), *disk_problems(run_dir)]
+    problems = [*model_problems(config), *task_problems(config, run_dir)]
+    problems += [*port_problems(config), *disk_problems(run_dir)]
     problems += list(network_problems(config)) or list(launcher_problems(config, run_dir))
     if problems:
         raise RunConfigError(f"of {config.name!r} on this machine", problems)

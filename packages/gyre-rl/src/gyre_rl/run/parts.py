@@ -395,6 +395,7 @@ async def assembled(
             post=parts.post,
             bus=bus,
             on_over=parts.execution_over,
+            on_refused=parts.fail,
         )
         _, _, cells = await asyncio.gather(
             parts.start_helper(parts.proxy), parts.start_helper(parts.agents), parts.cells.start_all(source, restore)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from gyre_core import (
     CellLostError,
+    ConfigError,
     ExecutionEnd,
     ExecutionJob,
     ExecutionStatus,
@@ -44,6 +45,10 @@ EVIDENCE = 1000
 """Characters of a milestone's evidence that are kept in the store."""
 CLOSES = 3
 """How often closing an execution is tried at most, each time in the next life of the proxy."""
+
+
+SCORING_REFUSED = "scoring it: ConfigError: "
+"""How the agents' process begins the reason where a scorer cannot use what its task says; no further try mends that."""
 
 
 class Process(Protocol):
@@ -108,6 +113,8 @@ class Rollout:
     bus: EventBus
     on_over: Callable[[str], None]
     """Told the recorded name of each execution that ended."""
+    on_refused: Callable[[ConfigError], None] = lambda error: None
+    """Told that a task cannot be scored, by anybody's work."""
     plans: dict[str, GroupPlan] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
     """By execution, the last attempt."""
@@ -230,6 +237,9 @@ class Rollout:
         score = None if outcome.score is None else outcome.score.value
         if outcome.end.status is ExecutionStatus.FAILED:
             self.last_failure = outcome.end.reason
+            if self.last_failure.startswith(SCORING_REFUSED):
+                told = self.last_failure.removeprefix(SCORING_REFUSED)
+                self.on_refused(ConfigError(f"scoring {recorded}", got=told, expected="a task that can be scored"))
         if outcome.end.answered_calls is not None:
             self.answered[recorded] = outcome.end.answered_calls
         partial = outcome.end.status.partial and score is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gyre_core import ComponentContext, ConfigError, Task
 
-from gyre_tasks.folders.loader import TaskFolder, read_tasks
+from gyre_tasks.folders.loader import DESCRIPTION, TaskFolder, read_tasks
 from gyre_tasks.folders.options import FolderOptions
 from gyre_tasks.splits import known_split
 
@@ -38,6 +38,10 @@ class FolderTaskSet:
         folders = [each for each in self._chosen() if each.split == split]
         repeat = self._options.repeat if split == "train" else 1
         return [each.task(self.family, number) for number in range(repeat) for each in folders]
+
+    def where(self, task: Task) -> str:
+        """The file that describes a task of this set."""
+        return str(self._root() / task.id.rpartition("/")[2] / DESCRIPTION)
 
     def _root(self) -> Path:
         if self._options.path is None:

@@ -39,6 +39,18 @@ class Nl2RepoTaskSet:
 
     def tasks(self, split: str) -> Sequence[Task]:
         """All tasks of `split`; see `gyre_core.TaskSet`."""
+        chosen = self._chosen(split)
+        hidden = hidden_tests(chosen, self._origin)
+        return [self._task(each, hidden[each.name]) for each in chosen]
+
+    def check(self, split: str) -> Sequence[Task]:
+        """As `tasks`, but none where their hidden tests have to be fetched: only the options are looked at then."""
+        if self._options.tests is not None:
+            return self.tasks(split)
+        self._chosen(split)
+        return []
+
+    def _chosen(self, split: str) -> list[Project]:
         known_split("nl2repo", split)
         projects = self._projects()
         unknown = {*self._options.only, *(self._options.heldout or ())} - {each.name for each in projects}
@@ -49,9 +61,7 @@ class Nl2RepoTaskSet:
                 expected=f"names such as {projects[0].name}",
             )
         only = self._options.only
-        chosen = [each for each in projects if (not only or each.name in only) and self._split(each) == split]
-        hidden = hidden_tests(chosen, self._origin)
-        return [self._task(each, hidden[each.name]) for each in chosen]
+        return [each for each in projects if (not only or each.name in only) and self._split(each) == split]
 
     def named(self, name: str) -> Task:
         """One task by its id or project, without fetching the tests of the others; ConfigError naming the nearest."""
