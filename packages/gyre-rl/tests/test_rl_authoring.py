@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
-from gyre_core import ConfigError, PluginError, PluginManager
-from gyre_core.testing.endpoint import Call, Say, ScriptedEndpoint, in_order
+from gyre_core import ConfigError, GyreError, ModelEndpoint, PluginError, PluginManager
+from gyre_core.testing.endpoint import Call, Refuse, Say, ScriptedEndpoint, in_order
 from gyre_rl.cli.authoring import agent, find_task, make_bench, score
 from gyre_rl.cli.console import Console
 from gyre_rl.config import RunConfigError
@@ -99,8 +105,81 @@ def test_an_agent_is_shown_and_judged(bench, task, tmp_path, capsys):
     assert told["status"] == "completed"
     assert told["score"] == pytest.approx(1 / len(milestones))
     assert "main: turn 1" in captured.err
+    assert f"main: gets: {task.prompt}" in captured.err
+    assert "main: calls bash {" in captured.err
+    assert "main: says: done" in captured.err
     assert "bash took" in captured.err
     assert (tmp_path / "kept" / first["path"]).read_text() == first["content"]
+
+
+RUNS = """prompt = "Write run.sh."
+[scorer]
+name = "commands"
+milestones = [{ run = "./run.sh", stdout = "ran" }, { run = "cat link", contains = ["echo"] }, { run = "ls empty" }]
+"""
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A task whose work must be executed, and its bench."""
+    (tmp_path / "tasks" / "runs").mkdir(parents=True)
+    (tmp_path / "tasks" / "runs" / "task.toml").write_text(RUNS)
+    return make_bench("folder", [f"tasks.path={tmp_path / 'tasks'}"])
+
+
+WRITE = "printf '#!/bin/sh\\necho ran\\n' > run.sh; chmod +x run.sh; ln -s run.sh link; mkdir empty"
+
+
+def test_what_is_kept_earns_what_the_agent_earned(runs, tmp_path, capsys):
+    with Served([Say(calls=[Call("bash", {"command": WRITE})]), Say("done")]) as address:
+        agent(runs, "runs", address, Console(json=True), keep=tmp_path / "kept")
+    assert answer(capsys)["score"] == 1.0
+    score(runs, "runs", tmp_path / "kept", None, Console(json=True))
+    assert answer(capsys)["score"] == 1.0
+
+
+def test_a_workspace_is_kept_when_the_execution_failed_by_our_fault(runs, tmp_path, capsys):
+    answers = [Say(calls=[Call("bash", {"command": WRITE})]), Refuse(401, "no key")]
+    with Served(answers) as address, contextlib.suppress(SystemExit, GyreError):
+        agent(runs, "runs", address, Console(json=True), keep=tmp_path / "kept")
+    assert "HTTP 401" in capsys.readouterr().err
+    assert os.access(tmp_path / "kept" / "run.sh", os.X_OK)
+
+
+def test_a_task_that_cannot_be_scored_is_told_before_the_agent_begins(runs, tmp_path):
+    file = tmp_path / "tasks" / "runs" / "task.toml"
+    file.write_text(RUNS.replace("stdout", "stdoutt"))
+    nobody = ModelEndpoint("http://127.0.0.1:1/v1", "k", "m")
+    with pytest.raises(ConfigError, match="stdoutt"):
+        agent(runs, "runs", nobody, Console(json=True))
+
+
+def test_a_signal_leaves_nothing_behind(runs, tmp_path):
+    """And what the agent had done is kept."""
+    hang = [Say(calls=[Call("bash", {"command": f"{WRITE}; echo begun; sleep 600"})])]
+    scratch, keep = tmp_path / "scratch", tmp_path / "kept"
+    scratch.mkdir()
+    code = "from gyre_rl.cli import main; main()"
+    with Served(hang) as address:
+        words = ["agent", "--tasks", "folder", "--set", f"tasks.path={tmp_path / 'tasks'}", "--task", "runs"]
+        words += ["--base-url", address.base_url, "--model", "m", "--keep", str(keep)]
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *words], env={**os.environ, "TMPDIR": str(scratch)}, stderr=subprocess.PIPE
+        )
+        try:
+            for line in process.stderr:
+                if b"bash ..." in line:
+                    break
+            until = time.monotonic() + 60
+            while not list(scratch.glob("gyre-agent-*/workspaces/*/work/empty")) and time.monotonic() < until:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            _, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert list(scratch.iterdir()) == []
+    assert os.access(keep / "run.sh", os.X_OK)
 
 
 def test_options_of_a_scorer_reach_it(bench, tmp_path, capsys):

@@ -10,24 +10,31 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gyre_core.agents import ExecutionJob, Harness, ModelEndpoint, Sandbox, Scorer, ScoringJob, Workspace
-from gyre_core.errors import ConfigError
+from gyre_core.errors import ConfigError, GyreError
 from gyre_core.execution import ExecutionEnd, ExecutionStatus, Limits, Purpose, Score, Task, TaskSet
 from gyre_core.plugins import PluginManager
 from gyre_core.registration import ComponentContext, Kind
 
-from gyre_rl.cli.console import FAILED, Console
+from gyre_rl.cli.carrying import carry_in, carry_out
+from gyre_rl.cli.console import FAILED, STOPPED, Console
+from gyre_rl.cli.relay import Relay
+from gyre_rl.cli.signals import Stopped, until_stopped
+from gyre_rl.cli.taskcheck import Readers
 from gyre_rl.config import PluginChoice, RunConfigError
 from gyre_rl.config.convert import Converter
 from gyre_rl.config.load import merge, set_layer
 from gyre_rl.config.problems import nearest
 
+T = TypeVar("T")
 SPLITS = ("heldout", "train")
 DEFAULTS = {Kind.HARNESS: "shell", Kind.SANDBOX: "local"}
 
@@ -45,7 +52,11 @@ class Bench:
 
     def make(self, kind: Kind, choice: PluginChoice, folder: str) -> Any:
         """An instance that may use `folder`."""
-        return self.plugins.create(kind, choice.name, choice.options, ComponentContext(folder, "bench", base_dir="."))
+        return self.plugins.create(kind, choice.name, choice.options, self.context(folder))
+
+    def context(self, folder: str) -> ComponentContext:
+        """What components are told of their place."""
+        return ComponentContext(folder, "bench", base_dir=".")
 
 
 def make_bench(tasks: str, sets: Sequence[str], plugins: PluginManager | None = None) -> Bench:
@@ -99,14 +110,6 @@ def find_task(taskset: TaskSet, name: str, split: str | None = None) -> Task:
     )
 
 
-def folder_files(folder: Path) -> dict[str, bytes]:
-    """Every regular file below `folder`, by relative path; links are left out."""
-    if not folder.is_dir():
-        raise ConfigError("reading the workspace", got=f"{folder}, which is no folder", expected="a folder")
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
 async def judge(bench: Bench, task: Task, end: ExecutionEnd, workspace: Workspace, folder: str) -> Score:
     """What the workspace earns."""
     name = task.scorer.name
@@ -122,42 +125,45 @@ def score(bench: Bench, name: str, folder: Path | None, split: str | None, conso
         task = find_task(bench.make(Kind.TASKSET, bench.tasks, scratch), name, split)
         sandbox: Sandbox = bench.make(Kind.SANDBOX, bench.sandbox, scratch)
         try:
-            workspace = await sandbox.create("score", task.files if folder is None else folder_files(folder))
+            if folder is None:
+                workspace = await sandbox.create("score", task.files)
+            else:
+                workspace = await carry_in(sandbox, "score", folder)
             end = ExecutionEnd(ExecutionStatus.COMPLETED, "judged by hand")
             return task, await judge(bench, task, end, workspace, scratch)
         finally:
             await sandbox.close()
 
-    with tempfile.TemporaryDirectory(prefix="gyre-score-") as scratch:
-        task, result = asyncio.run(work(scratch))
+    task, result = carried_out(work, "score")
     console.result({"ok": True, "task": task.id, **as_plain(result)}, f"{task.id}\n{as_text(result)}")
 
 
 @dataclass(slots=True)
 class Told:
-    """A harness's events, each a line on standard error."""
+    """What happens in an execution, each thing a line on standard error."""
 
     console: Console
     began: float = field(default_factory=time.monotonic)
 
-    def _say(self, session: str, text: str) -> None:
+    def say(self, session: str, text: str) -> None:
+        """A line of what happens in a session."""
         self.console.say(f"[{time.monotonic() - self.began:7.1f} s] {session}: {text}")
 
     def turn(self, session: str, number: int) -> None:
         """A model call was answered."""
-        self._say(session, f"turn {number}")
+        self.say(session, f"turn {number}")
 
     def tool_started(self, session: str, name: str) -> None:
         """The session waits for a tool."""
-        self._say(session, f"{name} ...")
+        self.say(session, f"{name} ...")
 
     def tool_ended(self, session: str, name: str, seconds: float) -> None:
         """The tool ended."""
-        self._say(session, f"{name} took {seconds:.2f} s")
+        self.say(session, f"{name} took {seconds:.2f} s")
 
     def compacted(self, session: str) -> None:
         """The history was rewritten."""
-        self._say(session, "history compacted")
+        self.say(session, "history compacted")
 
     async def resting(self, state: Callable[[], bytes]) -> None:
         """Nothing is kept: the command runs one execution to its end."""
@@ -175,44 +181,59 @@ def agent(
     keep: Path | None = None,
 ) -> None:
     """Let one agent work on a task, show it, judge what it left; exit status 1 when it failed by our fault."""
+    told = Told(console)
 
     async def work(scratch: str) -> tuple[ExecutionEnd, Score | None]:
         task = find_task(bench.make(Kind.TASKSET, bench.tasks, scratch), name, split)
+        Readers(bench.plugins, bench.scorers, bench.context(scratch)).read(task)
         harness: Harness = bench.make(Kind.HARNESS, bench.harness, scratch)
         sandbox: Sandbox = bench.make(Kind.SANDBOX, bench.sandbox, scratch)
-        job = ExecutionJob("agent-1", task, endpoint, bench.limits, Purpose.EVAL, seed, temperature)
         try:
             workspace = await sandbox.create("agent", task.files)
-            end = await harness.run(job, workspace, Told(console))
-            failed = end.status is ExecutionStatus.FAILED
-            result = None if failed else await judge(bench, task, end, workspace, scratch)
-            if keep is not None:
-                await copy_out(workspace, keep)
-            return end, result
+            async with kept(workspace, keep, console), Relay(endpoint, told.say) as model:
+                job = ExecutionJob("agent-1", task, model, bench.limits, Purpose.EVAL, seed, temperature)
+                end = await harness.run(job, workspace, told)
+                failed = end.status is ExecutionStatus.FAILED
+                return end, None if failed else await judge(bench, task, end, workspace, scratch)
         finally:
             close = getattr(harness, "aclose", None)
             if close is not None:
                 await close()
             await sandbox.close()
 
-    with tempfile.TemporaryDirectory(prefix="gyre-agent-") as scratch:
-        end, result = asyncio.run(work(scratch))
-    told = {"status": end.status.value, "reason": end.reason, "turns": end.turns, "tool_calls": end.tool_calls}
+    end, result = carried_out(work, "agent")
+    plain = {"status": end.status.value, "reason": end.reason, "turns": end.turns, "tool_calls": end.tool_calls}
     text = f"{end.status}: {end.reason} ({end.turns} turns, {end.tool_calls} tool calls)"
     scored = {} if result is None else as_plain(result)
     console.result(
-        {"ok": result is not None, **told, **scored}, text if result is None else f"{text}\n{as_text(result)}"
+        {"ok": result is not None, **plain, **scored}, text if result is None else f"{text}\n{as_text(result)}"
     )
     if result is None:
         sys.exit(FAILED)
 
 
-async def copy_out(workspace: Workspace, target: Path) -> None:
-    """Every file of the workspace, below `target`."""
-    for path in await workspace.list():
-        file = target / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(await workspace.read(path, limit=1 << 30))
+@asynccontextmanager
+async def kept(workspace: Workspace, target: Path | None, console: Console) -> AsyncIterator[None]:
+    """Whatever happens inside, the workspace is then copied to `target`, if there is one."""
+    try:
+        yield
+    finally:
+        if target is not None:
+            try:
+                await carry_out(workspace, target)
+            except (GyreError, OSError) as error:  # what came of the agent stands
+                console.say(f"The workspace was not kept whole: {error}")
+
+
+def carried_out(work: Callable[[str], Coroutine[Any, Any, T]], what: str) -> T:
+    """`work`, given a folder that is gone afterwards; also after Ctrl-C or SIGTERM, with the status of a stop then."""
+    with tempfile.TemporaryDirectory(prefix=f"gyre-{what}-") as scratch:
+        if threading.current_thread() is not threading.main_thread():  # no signal comes to another one
+            return asyncio.run(work(scratch))
+        try:
+            return asyncio.run(until_stopped(work(scratch), lambda: None))
+        except Stopped:
+            sys.exit(STOPPED)
 
 
 def as_plain(score: Score) -> dict[str, Any]:
