@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from gyre_core import ConfigError, Kind, Registration, hookimpl
 from gyre_core.plugins import PluginManager
-from gyre_rl.config import PluginChoice, RunConfigError, dumps, load, loads
+from gyre_rl.config import PluginChoice, RunConfigError, dump, dumps, load, loads
 from gyre_rl.config.convert import Converter
-from gyre_rl.config.dump import to_table
+from gyre_rl.config.dump import MASK, masked_keys, to_table
 from gyre_rl.config.load import from_layers, set_layer, text_layer
 from gyre_rl.config.locate import key_lines
 from hypothesis import given
@@ -259,6 +259,33 @@ def test_the_resolved_form_reads_back_to_an_equal_configuration(plugins, tmp_pat
     text = dumps(config)
     assert loads(text, "/elsewhere", plugins) == config
     assert "micro_batch_tokens" in text
+
+
+def test_secrets_are_masked_where_others_may_see_them(plugins, tmp_path):
+    (tmp_path / "gyre.toml").write_text(
+        SMALL + '[engine]\nnote = "a text"\ndevice_map = {"api_key" = 1}\nextra = [{depth = 2}]\n'
+    )
+    config = load(tmp_path, (), plugins)
+    table = {
+        "api_key": "k-1",
+        "api_key_env": "KEY",
+        "token": "",
+        "micro_batch_tokens": 3,
+        "scorers": [{"rubric": {"API_KEY": "k-2"}}],
+        "env": {"OPENAI_API_KEY": "k-3", "HOME": "/x"},
+    }
+    assert dump._masked(table) == {
+        "api_key": MASK,
+        "api_key_env": "KEY",
+        "token": "",
+        "micro_batch_tokens": 3,
+        "scorers": [{"rubric": {"API_KEY": MASK}}],
+        "env": {"OPENAI_API_KEY": MASK, "HOME": "/x"},
+    }
+    assert dumps(config, masked=True) == dumps(config)
+    assert masked_keys(config) == []
+    engine = replace(config.engine, options=replace(config.engine.options, note=MASK))
+    assert masked_keys(replace(config, engine=engine)) == ["engine.note"]
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

@@ -30,9 +30,10 @@ def check_config(source: Path, sets: Sequence[str], console: Console, *, machine
         raise RunConfigError(f"of {config.name!r}", problems)
     memory = memory_line(config)
     where = "on this machine" if machine else "as a file; this machine was not looked at"
-    text = f"{dumps(config)}\n" if show else f"{outline(config, missing(offered))}\n"
+    shown = dumps(config, masked=True)
+    text = f"{shown}\n" if show else f"{outline(config, missing(offered))}\n"
     console.result(
-        {"ok": True, "name": config.name, "memory": memory, "engine": missing(offered), "config": dumps(config)},
+        {"ok": True, "name": config.name, "memory": memory, "engine": missing(offered), "config": shown},
         f"{text}Good {where}.",
     )
 

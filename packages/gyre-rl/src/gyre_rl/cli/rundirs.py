@@ -13,7 +13,8 @@ from pathlib import Path
 from gyre_core.errors import ConfigError
 from gyre_core.plugins import PluginManager
 
-from gyre_rl.config import RunConfig, load
+from gyre_rl.config import Problem, RunConfig, RunConfigError, load
+from gyre_rl.config.dump import masked_keys
 
 RUNS = "runs"
 RESOLVED = "config.toml"
@@ -50,3 +51,10 @@ def reopen_run(run_dir: Path, sets: Sequence[str], plugins: PluginManager | None
             fix=f"Runs are under {RUNS}/ when their file does not say otherwise.",
         )
     return dataclasses.replace(load(file, sets, plugins), dir=str(run_dir.absolute()))
+
+
+def require_secrets(config: RunConfig) -> None:
+    """RunConfigError where a saved configuration has a mask for what was not written down."""
+    if keys := masked_keys(config):
+        told = "a secret that was not saved with the run; give it again with --set, or name a variable that holds it"
+        raise RunConfigError(f"of {config.name!r}", [Problem(key, told) for key in keys])

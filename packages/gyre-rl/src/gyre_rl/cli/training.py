@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gyre_rl.cli.console import STOPPED, Console
 from gyre_rl.cli.preflight import preflight
-from gyre_rl.cli.rundirs import RESOLVED, place_run, reopen_run
+from gyre_rl.cli.rundirs import RESOLVED, place_run, reopen_run, require_secrets
 from gyre_rl.cli.signals import Stopped, until_stopped
 from gyre_rl.config import RunConfig, dumps, load
 from gyre_rl.views.watch import choose_view
@@ -31,6 +31,7 @@ def start(source: Path, sets: Sequence[str], console: Console, *, plain: bool) -
 def go_on(run_dir: Path, sets: Sequence[str], console: Console, *, plain: bool) -> None:
     """Go on with the run in `run_dir`."""
     config = reopen_run(run_dir, sets)
+    require_secrets(config)
     look_ahead(config, run_dir)
     carry_out(config, console, resume=True, plain=plain)
 
@@ -78,11 +79,11 @@ def carry_out(config: RunConfig, console: Console, *, resume: bool, plain: bool)
 
 
 def record(config: RunConfig) -> None:
-    """Keep the resolved configuration with the run, whole or not at all."""
+    """Keep the resolved configuration with the run, whole or not at all; its secrets are not written down."""
     target = Path(config.dir or "") / RESOLVED
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(dumps(config), encoding="utf-8")
+    draft.write_text(dumps(config, masked=True), encoding="utf-8")
     draft.replace(target)
 
 

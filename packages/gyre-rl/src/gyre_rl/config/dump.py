@@ -1,7 +1,8 @@
 """Writing a configuration as TOML that reads back to an equal one.
 
 Invariant: `loads(dumps(config)) == config`; every key is written, defaults too, so that a run's record does not
-change its meaning when a default does. Writes the values that TOML has; None is left out.
+change its meaning when a default does. Writes the values that TOML has; None is left out. What is for others to see, or
+lies on a disk, has keys and passwords masked; reading it back gives the mask (`masked_keys`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -19,9 +20,37 @@ from gyre_rl.config.schema import PluginChoice, RunConfig
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def dumps(config: RunConfig) -> str:
-    """The configuration as TOML text, every section and every default in it."""
-    return "\n".join(_table(to_table(config), ())).lstrip("\n") + "\n"
+MASK = "********"
+_SECRET = re.compile(r"(.*_)?(api_key|token|password|secret)", re.IGNORECASE)
+"""Names of keys whose texts are secrets."""
+
+
+def dumps(config: RunConfig, *, masked: bool = False) -> str:
+    """The configuration as TOML text, every section and every default in it; without its secrets when `masked`."""
+    table = to_table(config)
+    return "\n".join(_table(_masked(table) if masked else table, ())).lstrip("\n") + "\n"
+
+
+def masked_keys(config: RunConfig) -> list[str]:
+    """Dotted paths of the keys that hold a mask in place of their secret."""
+    return [path for path, value in _texts(to_table(config), "") if value == MASK]
+
+
+def _masked(table: Any) -> Any:
+    if isinstance(table, list):
+        return [_masked(item) for item in table]
+    if not isinstance(table, dict):
+        return table
+    hidden = {key for key, value in table.items() if isinstance(value, str) and value and _SECRET.fullmatch(key)}
+    return {key: MASK if key in hidden else _masked(value) for key, value in table.items()}
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield path, value
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in pairs:
+        yield from _texts(item, f"{path}.{key}".lstrip("."))
 
 
 def to_table(value: Any) -> Any:

@@ -34,7 +34,9 @@ dataclasses that the file is read into.
 - `extends = "base.toml"` lays the file over another one. `--set rollout.group_size=4` lays one key over the file; the
   value is TOML, and a plain word is text.
 - Unknown keys, keys in a wrong section and wrong values are errors, reported together, each with its line.
-- The resolved configuration, defaults written out, is kept as config.toml in the run directory.
+- The resolved configuration, defaults written out, is kept as config.toml in the run directory. Texts of keys
+  named `api_key`, `token`, `password` or `secret`, or ending in `_api_key` and so on, are masked there and wherever the
+  configuration is shown; `gyre resume` then wants them again, by `--set`.
 """
 
 
