@@ -7,6 +7,7 @@ from gyre_core import CellState, RunEvent
 from gyre_rl.views import events as ev
 from gyre_rl.views.log import decode_lines
 from gyre_rl.views.model import RATE_SAMPLES, RECENT, RunState, cell_name, fold, reduce
+from gyre_rl.views.plain import line_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -168,6 +169,18 @@ def test_a_resume_forgets_what_ran_and_keeps_what_was_counted():
     assert (state.totals.executions, state.cells, state.running, state.ended) == (1, {}, {}, None)
     assert state.steps_applied == 2
     assert state.first_eval is not None
+
+
+def test_a_split_without_tasks_has_no_score():
+    nothing = ev.Evaluated("heldout", 0, 0, 0.0, 0, 0)
+    state = run(BEGIN, nothing)
+    assert (state.first_eval, state.last_eval) == (None, None)
+    line = line_of(nothing.at(101.0), state)
+    assert line is not None
+    assert "there are no heldout tasks" in line
+    assert "score" not in line
+    judged = ev.Evaluated("heldout", 0, 0, 0.25, 4, 4)
+    assert "score 0.250 over 4 tasks" in (line_of(judged.at(101.0), run(BEGIN, judged)) or "")
 
 
 EVENTS = st.one_of(

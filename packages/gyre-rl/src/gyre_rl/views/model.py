@@ -327,6 +327,8 @@ def _weights_synced(state: RunState, event: ev.WeightsSynced, time: float) -> Ru
 
 
 def _evaluated(state: RunState, event: ev.Evaluated, time: float) -> RunState:
+    if event.tasks == 0:  # nothing was judged, which is no score
+        return state
     return replace(state, first_eval=state.first_eval or event, last_eval=event)
 
 

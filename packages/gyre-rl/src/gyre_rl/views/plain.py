@@ -26,6 +26,8 @@ def _text(event: ev.Event | None, state: RunState) -> str | None:
             return f"run {event.name} {how}: {event.steps} steps, {event.cells} cells, seed {event.seed}"
         case ev.RunEnded():
             return f"run {event.status}" + (f": {event.reason}" if event.reason else "")
+        case ev.Evaluated(tasks=0):
+            return f"eval at step {event.step}: there are no {event.split} tasks, so none was judged"
         case ev.Evaluated():
             return f"eval {event.split} at step {event.step}: score {event.score:.3f} over {event.tasks} tasks"
         case ev.StepApplied():

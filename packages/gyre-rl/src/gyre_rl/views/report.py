@@ -144,7 +144,8 @@ def _applied(line: Timeline) -> Iterator[tuple[Stamped, ev.StepApplied]]:
 
 def _score(line: Timeline) -> str:
     train = [(float(e.step + 1), e.score) for _, e in _applied(line)]
-    judged = [(float(s.event.step), s.event.score) for s in line.evals if isinstance(s.event, ev.Evaluated)]
+    evals = [span.event for span in line.evals if isinstance(span.event, ev.Evaluated)]
+    judged = [(float(each.step), each.score) for each in evals if each.tasks]
     drawn = chart(
         [Line("training executions, mean of the step", train, "c1", dots=len(train) <= 40),
          Line("held-out tasks", judged, "c2", dots=True, joined=False)],
