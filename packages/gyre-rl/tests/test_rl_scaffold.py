@@ -13,6 +13,8 @@ import pytest
 import typer
 from gyre_core import ConfigError, Kind, PluginManager
 from gyre_rl.cli.app import app
+from gyre_rl.config import RunConfig
+from gyre_rl.config.convert import plugin_fields
 from gyre_rl.scaffold import KINDS, write_plugin
 from gyre_rl.scaffold.write import contents, names_of
 
@@ -95,6 +97,42 @@ def test_unknown_kinds_and_taken_folders_are_refused(tmp_path):
     write_plugin("scorer", "x", tmp_path)
     with pytest.raises(ConfigError, match="which exists"):
         write_plugin("scorer", "x", tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_readme_says_how_a_runs_file_chooses_it(kind):
+    """By a key that chooses components of this kind."""
+    usage = contents(names_of(kind, "far"))["README.md"].partition("```toml\n")[2].partition("```")[0]
+    chosen = Table(tomllib.loads(usage))
+    if kind is Kind.OBJECTIVE:
+        assert chosen == {"trainer": {"objective": "far"}}
+        return
+    paths = {path: many for path, kind_of, _, many in plugin_fields(RunConfig) if kind_of is kind}
+    found = [
+        (many and isinstance(chosen.at(path), list)) or (not many and isinstance(chosen.at(path), dict))
+        for path, many in paths.items()
+        if chosen.at(path) is not None
+    ]
+    assert found == [True], usage
+
+
+class Table(dict):
+    """What a TOML text says."""
+
+    def at(self, path):
+        """The value at a dotted path; None when there is none."""
+        value = self
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+
+def test_a_name_that_a_plugin_has_is_refused(tmp_path):
+    taken = PluginManager.installed().components(Kind.LAUNCHER)[0]
+    with pytest.raises(ConfigError, match=f"a name that {taken.distribution} brings already"):
+        write_plugin("launcher", taken.registration.name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    write_plugin("sink", taken.registration.name, tmp_path)  # of another kind
 
 
 def test_the_command_shows_the_options_of_a_component(capsys):

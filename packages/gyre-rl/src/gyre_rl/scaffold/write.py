@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 
 from gyre_core.errors import ConfigError
+from gyre_core.plugins import PluginManager
 from gyre_core.registration import Kind
 
 KINDS = (
@@ -93,6 +94,7 @@ class Names:
 _WORDS = {Kind.TASKSET: "TaskSet"}
 _USAGE = {
     Kind.TASKSET: '[tasks]\nname = "$name"',
+    Kind.SCORER: '[[scorers]]\nname = "$name"',
     Kind.SINK: '[[sinks]]\nname = "$name"',
     Kind.POLICY: '[scheduler.policy]\nname = "$name"',
     Kind.OBJECTIVE: '[trainer]\nobjective = "$name"',
@@ -149,8 +151,18 @@ def contents(names: Names) -> dict[str, str]:
 
 
 def write_plugin(kind: str, name: str, parent: Path) -> list[Path]:
-    """Write the package into `parent`/gyre-NAME and return its files; ConfigError when that exists."""
+    """Write the package into `parent`/gyre-NAME and return its files; ConfigError when that exists, or the name is an
+    installed plugin's.
+    """
     names = names_of(kind, name)
+    for component in PluginManager.installed().components(names.kind):
+        if component.registration.name == name:
+            raise ConfigError(
+                f"writing the {kind} {name!r}",
+                got=f"a name that {component.distribution} brings already",
+                expected="one owner for each name",
+                fix="Choose another name.",
+            )
     folder = parent / names.distribution
     if folder.exists():
         raise ConfigError(
