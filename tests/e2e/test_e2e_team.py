@@ -169,10 +169,21 @@ def test_every_sampled_token_carries_loss_once(team: Team) -> None:
 
 def test_gyre_tree_shows_the_branches_and_gyre_check_finds_nothing(team: Team, capsys: pytest.CaptureFixture) -> None:
     model = str(save_tiny_model(team.folder / "model"))
-    tito("tree", [str(team.folder), "g.0"], Console())
-    shown = capsys.readouterr().out
-    for session in ("main", "task-1", "task-2", "task-3", "task-4"):
-        assert session in shown
+    for name, end in team.ends.items():
+        tito("tree", [str(team.folder), name], Console())
+        shown = capsys.readouterr().out.splitlines()
+        for session in ("main", "task-1", "task-2", "task-3", "task-4"):
+            assert any(f"({session}; " in line for line in shown)
+        branches = [n for n, line in enumerate(shown) if "(main; rewrite;" in line or "(main; compaction;" in line]
+        assert len(branches) == end.compactions
+        for at in branches:  # each begins with context of its own, beside what the main session had gone on with
+            indent = len(shown[at]) - len(shown[at].lstrip())
+            call = shown[at].partition(" call ")[2].partition(" ")[0]
+            assert shown[at - 1] == f"{' ' * indent}{shown[at - 1].lstrip()}"
+            assert shown[at - 1].endswith(f"first in call {call}")
+        tito("tree", [str(team.folder), name], Console(json=True))
+        counts = json.loads(capsys.readouterr().out)
+        assert (counts["nodes"], counts["leaves"]) == (len(shown), 5 + end.compactions)
     tito("check", [str(team.folder), "--model", model], Console(json=True))
     report = json.loads(capsys.readouterr().out)
     assert (report["rollouts"], report["errors"], report["findings"]) == (3, 0, [])
