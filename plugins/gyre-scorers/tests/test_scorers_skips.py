@@ -156,11 +156,14 @@ def test_tests_are_collected_once_and_no_others_run():
 
 def test_tests_beyond_the_number_of_the_suite_earn_nothing():
     def value(count, passed, failed=0, weights=()):
-        outcomes = {f"p{n}": ("passed", "") for n in range(passed)} | {f"f{n}": ("failed", "") for n in range(failed)}
+        outcomes = {f"p[{n}]": ("passed", "") for n in range(passed)} | {f"f{n}": ("failed", "") for n in range(failed)}
         suite = Suite({}, ["t"], count, weights=dict(weights))
         return Score.of_milestones(milestones(suite, Results(outcomes, list(outcomes)))).value
 
     assert value(5, 5) == value(5, 7) == 1.0
     assert value(5, 1, 4) == value(5, 1001, 4) == 0.2
     assert value(5, 2, 10) == 0.0
-    assert value(4, 3, 2, {"p0": 10}) == 2 / 4
+    assert value(4, 3, 2, {"p[[]0]": 10}) == 2 / 4
+    plain = {f"p{n}": ("passed" if n else "failed", "") for n in range(10)}
+    assert Score.of_milestones(milestones(Suite({}, ["t"], 5), Results(plain, list(plain)))).value == 0.9
+    assert value(100, 50, 60) == 50 / 110

@@ -47,8 +47,8 @@ class Suite:
     targets: Sequence[str]
     """What pytest is given: folders or files. The agent's own test files below them are removed first."""
     count: int
-    """How many tests there are when all can be collected: the denominator when fewer were; tests beyond it earn
-    nothing."""
+    """How many tests there are when all can be collected: the denominator when fewer were; parameters of
+    tests beyond it earn nothing."""
     paths: Sequence[str] = (".", "src")
     """Folders of the copy that are importable, first to last."""
     arguments: Sequence[str] = ()
@@ -270,7 +270,7 @@ def milestones(suite: Suite, results: Results) -> list[Milestone]:
         passed = outcome == "passed" or (outcome == "skipped" and suite.skipped == "passed")
         found.append(Milestone(name, passed, _weight(suite, name), "" if passed else _short(f"{outcome}: {why}")))
     missing = suite.count - len(found) - left_out
-    if missing < 0:
+    if -missing > suite.count / 10:  # platforms differ by a few
         return _within(suite, found, -missing)
     if missing > 0:
         causes = "; ".join(f"{name}: {_short(why)}" for name, why in results.uncollected.items())
@@ -279,13 +279,13 @@ def milestones(suite: Suite, results: Results) -> list[Milestone]:
 
 
 def _within(suite: Suite, found: list[Milestone], beyond: int) -> list[Milestone]:
-    """More tests than there are: as many of those that passed, the heaviest first, count for nothing. So nobody gains
-    by adding tests, as work can from which a suite takes its parameters."""
-    heavy = sorted((m.weight for m in found if m.passed), reverse=True)[:beyond]
+    """More tests than there are: as many with parameters that passed, the heaviest first, count for nothing. So nobody
+    gains by adding tests, as work can from which a suite takes its parameters; others stand in the suite's text."""
+    heavy = sorted((m.weight for m in found if m.passed and "[" in m.name), reverse=True)[:beyond]
     why = f"one of {beyond} beyond the {suite.count} tests that the suite is said to have"
     kept: list[Milestone] = []
     for milestone in found:
-        if milestone.passed and milestone.weight in heavy:
+        if milestone.passed and "[" in milestone.name and milestone.weight in heavy:
             heavy.remove(milestone.weight)
             milestone = Milestone(milestone.name, False, 0.0, why)
         kept.append(milestone)
