@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -68,10 +69,17 @@ class Source:
         os.kill(self.process.pid, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
         if how == "kill":
             self.process.wait()
+        else:  # the signal is on its way while another thread of it still answers
+            while any(_state(task) != "T" for task in Path(f"/proc/{self.process.pid}/task").iterdir()):
+                time.sleep(0.001)
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 async def moved(source: Source, session: str, pool: HostPool, policy: MovePolicy = PATIENT):
