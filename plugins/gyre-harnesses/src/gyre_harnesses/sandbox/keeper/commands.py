@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from gyre_harnesses.sandbox.keeper import usage
 from gyre_harnesses.sandbox.keeper.confine import Kept
 
 _CHUNK = 1 << 16
@@ -86,7 +87,7 @@ def end_all(kept: Kept) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
         else:
-            for pid in _descendants():
+            for pid in usage.descendants():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         try:
@@ -95,20 +96,6 @@ def end_all(kept: Kept) -> None:
         except ChildProcessError:
             return
         time.sleep(0.001)
-
-
-def _descendants() -> list[int]:
-    found, ahead = [], [os.getpid()]
-    while ahead:
-        pid = ahead.pop()
-        try:
-            with open(f"/proc/{pid}/task/{pid}/children") as file:
-                children = [int(word) for word in file.read().split()]
-        except OSError:
-            continue
-        found += children
-        ahead += children
-    return found
 
 
 def _reap_orphans(but: int) -> None:
@@ -121,50 +108,6 @@ def _reap_orphans(but: int) -> None:
             os.waitpid(ended.si_pid, os.WNOHANG)
         except ChildProcessError:
             return
-
-
-def memory_use(kept: Kept) -> int:
-    """Resident bytes of all that the keeper started; what is shared counts for each."""
-    try:
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()] if kept.alone else _descendants()
-    except OSError:
-        return 0  # no /proc in this sandbox, which its problems say
-    total = 0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/statm") as file:
-                total += int(file.read().split()[1]) * resource.getpagesize()
-        except (OSError, IndexError):
-            continue
-    return total
-
-
-def ended_for_memory(kept: Kept) -> int:
-    """How many processes of the workspace's control group the kernel ended for want of memory; 0 without a group."""
-    if kept.events is None:
-        return 0
-    lines = os.pread(kept.events, 4096, 0).decode().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-
-
-ENTRY_BYTES = 4096
-"""What an entry of a folder counts at least: an empty file takes no block, but an inode of the host's."""
-
-
-def disk_use(folders: tuple[str, ...]) -> int:
-    """Bytes of disk below the folders, links not followed; what vanishes meanwhile is left out."""
-    total, ahead = 0, list(folders)
-    while ahead:
-        try:
-            with os.scandir(ahead.pop()) as entries:
-                for entry in entries:
-                    info = entry.stat(follow_symlinks=False)
-                    total += max(info.st_blocks * 512, ENTRY_BYTES)
-                    if entry.is_dir(follow_symlinks=False):
-                        ahead.append(entry.path)
-        except OSError:
-            continue
-    return total
 
 
 @dataclass
@@ -186,7 +129,7 @@ class _Command:
         self.limit: str | None = None
         self.disk_look = 0.0
         self.pid = 0
-        self.ended_before = ended_for_memory(kept)
+        self.ended_before = usage.ended_for_memory(kept)
 
     def run(self, stdin: bytes) -> tuple[dict[str, Any], bytes]:
         """Reply header, and stdout followed by stderr."""
@@ -283,7 +226,8 @@ class _Command:
             process.kill()
         code = process.wait()
         end_all(self.kept)
-        if self.limit is None and ended_for_memory(self.kept) > self.ended_before:
+        usage.remove_segments(self.kept)
+        if self.limit is None and usage.ended_for_memory(self.kept) > self.ended_before:
             self.limit = "memory"
         for stream in streams:
             while stream.open and self._read(stream):
@@ -314,18 +258,22 @@ class _Command:
         elif self.dropped > _FLOOD_BYTES:
             self.limit = "output"
         elif now >= self.disk_look:
-            if disk_use(self.kept.watch) > self.kept.setup.disk_bytes:
-                self.limit = "disk"
-            elif self._over_memory():
-                self.limit = "memory"
+            self.limit = self._over()
             _reap_orphans(self.pid)
             self.disk_look = now + max(_LOOK_S, 10 * (time.monotonic() - now))
 
-    def _over_memory(self) -> bool:
-        """By the kernel's count where there is a group, else by a look."""
-        if self.kept.events is not None:
-            return ended_for_memory(self.kept) > self.ended_before
-        return memory_use(self.kept) > self.kept.setup.total_bytes
+    def _over(self) -> str | None:
+        """`disk` or `memory`, if the workspace is over it: memory by the kernel's count where there is a group."""
+        kept, setup = self.kept, self.kept.setup
+        pids = usage.processes(kept)
+        disk, memory = usage.nameless(kept, pids)
+        if disk > setup.disk_bytes or disk + usage.disk_use(kept.watch, setup.disk_bytes - disk) > setup.disk_bytes:
+            return "disk"
+        if kept.events is not None:
+            over = usage.ended_for_memory(kept) > self.ended_before
+        else:
+            over = usage.memory_use(kept, pids, memory) > setup.total_bytes
+        return "memory" if over else None
 
     def _exit_code(self, code: int) -> int | None:
         if self.limit is not None:

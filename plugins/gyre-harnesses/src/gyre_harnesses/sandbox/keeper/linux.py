@@ -8,8 +8,10 @@ architectures are looked up by machine. Not here: any decision about what to iso
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
+from collections.abc import Iterator
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUTS = 0x04000000
@@ -36,6 +38,7 @@ PR_SET_NO_NEW_PRIVS = 38
 
 _SYS_OPEN_TREE = 428
 _SYS_MOVE_MOUNT = 429
+_SYS_PIDFD_GETFD = 438
 _SYS_MOUNT_SETATTR = 442
 _SYS_LANDLOCK_CREATE_RULESET = 444
 _SYS_LANDLOCK_ADD_RULE = 445
@@ -120,6 +123,36 @@ def prctl(option: int, value: int = 0) -> None:
     """prctl(2) with one argument."""
     zero = ctypes.c_ulong(0)
     _checked(_libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl({option}, {value})")
+
+
+def remove_ipc(kind: str, number: int) -> None:
+    """Remove a System V segment (`shm`), queue (`msg`) or set of semaphores (`sem`), if it is there and ours."""
+    zero = ctypes.c_ulong(0)
+    if kind == "sem":
+        _libc.semctl(number, 0, 0, zero)
+    else:
+        getattr(_libc, f"{kind}ctl")(number, 0, zero)
+
+
+def open_files(pid: int, most: int) -> Iterator[os.stat_result]:
+    """What a process has open under the descriptors below `most`, where this one may trace it; else nothing."""
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:
+        return
+    try:
+        for number in range(most):
+            fd = _libc.syscall(_SYS_PIDFD_GETFD, process, number, 0)
+            if fd < 0:
+                if ctypes.get_errno() != errno.EBADF:
+                    return
+                continue
+            try:
+                yield os.fstat(fd)
+            finally:
+                os.close(fd)
+    finally:
+        os.close(process)
 
 
 def drop_capability_bounds() -> None:
