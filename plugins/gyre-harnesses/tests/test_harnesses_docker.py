@@ -10,7 +10,7 @@ import sys
 import textwrap
 
 import pytest
-from gyre_core import ComponentContext, ConfigError, InfrastructureError
+from gyre_core import ComponentContext, ConfigError, ExecRequest, InfrastructureError
 from gyre_core.testing.sandboxes import IsolationConformance, SandboxConformance
 from gyre_harnesses.options import DockerOptions
 from gyre_harnesses.sandbox.docker import DockerSandbox
@@ -116,6 +116,30 @@ async def test_a_daemon_that_is_down_is_our_fault(client, tmp_path):
     with pytest.raises(InfrastructureError):
         await workspace.read("f")
     flag.unlink()
+    await sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [("exit 125", 125), ("echo 'Error response from daemon: no' >&2; exit 1", 1), ("echo 'Error: no' >&2; exit 1", 1)],
+)
+async def test_a_command_that_ends_as_the_client_does_is_not_our_fault(client, tmp_path, line, code):
+    sandbox = DockerSandbox(client, ComponentContext(".", "test"))
+    workspace = await sandbox.create("w", {})
+    assert (await workspace.run(ExecRequest(["sh", "-c", line], 60.0, 1000))).exit_code == code
+    flag = tmp_path / "engine" / "daemon is down"
+    flag.touch()
+    with pytest.raises(InfrastructureError):
+        await workspace.run(ExecRequest(["sh", "-c", line], 60.0, 1000))
+    flag.unlink()
+    await sandbox.close()
+
+
+async def test_a_container_that_cannot_be_filled_does_not_stay(client, tmp_path):
+    sandbox = DockerSandbox(client, ComponentContext(".", "test"))
+    with pytest.raises(InfrastructureError, match="filling"):
+        await sandbox._start("w", b"no archive")
+    assert list((tmp_path / "engine").glob("*.pid")) == []
     await sandbox.close()
 
 

@@ -27,6 +27,8 @@ _CLIENT_S = 300.0
 _FLOOD_BYTES = 1 << 28
 _CHUNK = 1 << 16
 _KILLED = 137
+_REFUSALS = (b"Error", b"Cannot connect")
+"""What the client says when a container is gone or its daemon does not answer; a command may say so too."""
 _TRIES = 8
 """Of reading or writing a file: a command that ends meanwhile takes it along with what it left running."""
 
@@ -131,7 +133,7 @@ class DockerWorkspace:
     """One container. Commands run one at a time."""
 
     def __init__(self, options: DockerOptions, container: str, closed: Callable[[DockerWorkspace], None]) -> None:
-        self._options, self._container, self._tell_closed = options, container, closed
+        self._options, self.container, self._tell_closed = options, container, closed
         self._lock = asyncio.Lock()
         self._closed = False
 
@@ -144,7 +146,7 @@ class DockerWorkspace:
         words = [self._options.client, "exec", "-i", "-w", cwd]
         for key, text in env.items():
             words += ["-e", f"{key}={text}"]
-        return [*words, self._container, *argv]
+        return [*words, self.container, *argv]
 
     async def run(self, request: ExecRequest) -> ExecResult:
         """Run a command to its end or limit; see `gyre_core.Workspace.run`."""
@@ -157,9 +159,14 @@ class DockerWorkspace:
             argv = self._exec(request.argv, request.env, cwd)
             ran = await _client(argv, request.stdin, request.timeout_s, request.output_bytes, self._end_all)
             seconds = time.monotonic() - began
-        if ran.code == 125 or (ran.code == 1 and ran.err.startswith(b"Error response from daemon")):
-            raise self._broken("running a command", ran)
+            doubtful = ran.code == 125 or (ran.code == 1 and ran.err.startswith(_REFUSALS))
+            if doubtful and not await self._answers():
+                raise self._broken("running a command", ran)
         return ExecResult(ran.code, ran.out, ran.err, seconds, ran.limit, ran.dropped)
+
+    async def _answers(self) -> bool:
+        """The container still runs commands. A command may exit, and print, as the client does that reached none."""
+        return (await _client(self._exec(["true"], {}, "/"), b"", _CLIENT_S, 1000)).code == 0
 
     async def _end_all(self) -> None:
         await _client(self._exec(["sh", "-c", _END_ALL], {}, "/"), b"", _CLIENT_S, 1000)
@@ -167,7 +174,7 @@ class DockerWorkspace:
     def _broken(self, doing: str, ran: _Ran) -> InfrastructureError:
         said = (ran.err or ran.out).decode("utf-8", "replace").strip()[-500:]
         return InfrastructureError(
-            f"{doing} in container {self._container}", got=said or f"code {ran.code}", expected="a container that runs"
+            f"{doing} in container {self.container}", got=said or f"code {ran.code}", expected="a container that runs"
         )
 
     async def _script(self, script: str, path: str, *more: str, data: bytes = b"", keep: int = 1 << 26) -> bytes:
@@ -221,7 +228,7 @@ class DockerWorkspace:
         if not self._closed:
             self._closed = True
             self._tell_closed(self)
-            await _client([self._options.client, "rm", "-f", "-v", self._container], b"", _CLIENT_S, 1000)
+            await _client([self._options.client, "rm", "-f", "-v", self.container], b"", _CLIENT_S, 1000)
 
 
 def put_archive(location: str, data: bytes) -> None:
@@ -264,11 +271,19 @@ class DockerSandbox:
 
     async def _start(self, name: str, archive: bytes) -> DockerWorkspace:
         container = f"gyre-{uuid.uuid4().hex[:16]}"
-        ran = await _client(self._arguments(container), b"", _CLIENT_S, 10_000)
         workspace = DockerWorkspace(self.options, container, self._made.discard)
         self._made.add(workspace)
+        try:
+            await self._fill(name, workspace, archive)
+        except BaseException:
+            with contextlib.suppress(InfrastructureError):
+                await asyncio.shield(workspace.close())
+            raise
+        return workspace
+
+    async def _fill(self, name: str, workspace: DockerWorkspace, archive: bytes) -> None:
+        ran = await _client(self._arguments(workspace.container), b"", _CLIENT_S, 10_000)
         if ran.code != 0:
-            await workspace.close()
             raise InfrastructureError(
                 f"starting a container for workspace {name!r}",
                 got=(ran.err or ran.out).decode("utf-8", "replace").strip()[-500:],
@@ -276,7 +291,6 @@ class DockerSandbox:
                 fix="Look at `docker info`, and at the sandbox's options image and arguments.",
             )
         await workspace.fill(archive)
-        return workspace
 
     async def create(self, name: str, files: Mapping[str, bytes]) -> DockerWorkspace:
         """A fresh container with these files."""
