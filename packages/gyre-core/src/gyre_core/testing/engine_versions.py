@@ -59,21 +59,30 @@ class VersionChecks:
             assert (await call(engine, prompt, 2, name="again")).cached > 0
 
     async def test_a_call_caught_before_its_first_token_is_wholly_of_the_new_version(self, rig: EngineRig) -> None:
-        """If all its tokens say the new version, no part of its prompt was computed by the old one: nothing else would
-        tell."""
+        """If all its tokens say the new version, no part of its prompt was computed by the old one, just now or for the
+        cache: nothing else would tell. With more calls each time, until one of each kind is caught."""
         async with rig.started() as engine:
-            new, prompts = rig.sources[1].version, [rig.prompt(90 + i, 20 + i) for i in range(6)]
-            for number, prompt in enumerate(prompts):
-                await call(engine, prompt, 2, name=f"fill{number}")
-            asks = []
-            for number, prompt in enumerate(prompts):
-                asks.append(asyncio.create_task(call(engine, prompt, 6, name=f"caught{number}")))
-                await asyncio.sleep(0.002)  # so that they are caught at different points
-            await rig.within(engine.update_weights(rig.sources[1]))
-            for prompt, result in zip(prompts, await rig.within(asyncio.gather(*asks)), strict=True):
-                if set(result.versions) == {new}:
-                    assert not result.cached
-                    assert_greedy(rig, 1, prompt, result)
+            known = fresh = False
+            for turn in range(8):
+                source = WeightSource(rig.sources[1].version + turn, rig.sources[(turn + 1) % 2].location)
+                length, count = rig.max_context - 20, 4 * (turn + 1)
+                prompts = [rig.prompt(length - 7 * (i % 9), 100 * turn + i) for i in range(2 * count)]
+                for number, prompt in enumerate(prompts[:count]):
+                    await call(engine, prompt, 2, name=f"fill{number}")
+                asks = [
+                    asyncio.create_task(call(engine, prompts[i // 2 + i % 2 * count], 6, name=f"caught{i}"))
+                    for i in range(2 * count)
+                ]
+                await asyncio.sleep(0.004 * turn)
+                await rig.within(engine.update_weights(source))
+                for i, result in enumerate(await rig.within(asyncio.gather(*asks))):
+                    if set(result.versions) == {source.version}:
+                        assert not result.cached
+                        assert_greedy(rig, (turn + 1) % 2, prompts[i // 2 + i % 2 * count], result)
+                        known, fresh = known or i % 2 == 0, fresh or i % 2 == 1
+                if known and fresh and turn:  # one change came at once, one when some calls had begun
+                    return
+            pytest.fail("no call was caught before its first token")
 
     async def test_going_back_to_an_older_version_finds_nothing_old(self, rig: EngineRig) -> None:
         """The cache is of the weights in use, not of a number seen before."""
