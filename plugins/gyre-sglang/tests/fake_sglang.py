@@ -61,7 +61,8 @@ class FakeServer:
         self.loaded: list[list[str]] = []
         self.lost_loads = 0
         """How many calls to end because pages that were found for them could not be read."""
-        self.torn = int(fault.partition("-")[2]) if fault.startswith("torn-") else None
+        self.counts: dict[str, int] = {}
+        """Requests by path."""
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**30)
@@ -76,7 +77,7 @@ class FakeServer:
             "/update_weight_version": self.rename,
         }  # fmt: skip
         for path, handler in gets.items():
-            app.router.add_get(path, handler)
+            app.router.add_get(path, self._counted(path, handler))
         for path, handler in posts.items():
             app.router.add_post(path, self._noted(handler))
         return app
@@ -87,9 +88,24 @@ class FakeServer:
             self.asked.append((request.path, body))
             if self.fault == "die" and request.path == "/generate" and len(self.running) >= 1:
                 self.die()
-            return await handler(request, body)  # type: ignore[no-any-return]
+            return await self._counted(request.path, handler)(request, body)  # type: ignore[no-any-return]
 
         return noted
+
+    def _counted(self, path: str, handler: Any) -> Any:
+        async def counted(*args: Any) -> web.StreamResponse:
+            """Faults of the n-th request to a path, or of all: "refuse:/path:2", "break:/path:*"."""
+            self.counts[path] = self.counts.get(path, 0) + 1
+            how = next((how for how in ("refuse", "die", "break", "late")
+                        if self.fault in (f"{how}:{path}:{self.counts[path]}", f"{how}:{path}:*")), "")  # fmt: skip
+            if how == "die":
+                self.die()
+            answer: web.StreamResponse | None = None if how == "refuse" else await handler(*args)
+            if how == "late":  # it is done and not said
+                await asyncio.sleep(3600)
+            return web.Response(status=500, text="boom") if answer is None or how == "break" else answer
+
+        return counted
 
     def die(self) -> None:
         """What any exception in the scheduler does to the real one."""
@@ -107,7 +123,7 @@ class FakeServer:
             "disable_overlap_schedule": self.flags.disable_overlap_schedule, "dp_size": 1, "tp_size": 1,
             "enable_deterministic_inference": False, "enable_memory_saver": self.flags.enable_memory_saver,
             "enable_return_routed_experts": self.flags.enable_return_routed_experts,
-            "custom_weight_loader": self.flags.custom_weight_loader,
+            "custom_weight_loader": self.flags.custom_weight_loader, "random_seed": self.flags.random_seed,
             "internal_states": [{"effective_max_running_requests_per_dp": slots, "device": "cpu",
                                  "memory_usage": {"token_capacity": 8192}}],
         })  # fmt: skip
@@ -260,7 +276,7 @@ class FakeServer:
     async def update(self, _: web.Request, body: Any) -> web.Response:
         while not self.paused and self.running:  # the real one waits for its lock
             await asyncio.sleep(0.001)
-        if not Path(body["model_path"]).is_dir() or self.fault == "update":
+        if not Path(body["model_path"]).is_dir() or self.fault in ("update", f"update-{body['weight_version']}"):
             return web.json_response({"success": False, "message": "Failed to get weights iterator"}, status=400)
         await asyncio.sleep(0.01)
         self._enter(body["weight_version"])
@@ -290,8 +306,9 @@ class FakeServer:
         order = json.loads((folder / "order.json").read_text())
         opened = open_version(order["location"])
         answer: dict[str, Any] = {"id": order["id"], "version": opened.version}
-        if opened.version == self.torn:
+        if self.fault in [f"{how}-{order['id'].partition('@')[0]}" for how in ("torn", "unmoved")]:
             answer = {"id": order["id"], "error": "RuntimeError: out of memory"}
+            answer |= {"moved": False} if self.fault.startswith("unmoved") else {}
         else:
             self.loaded.append(sorted(opened if order["all"] else opened.changed))
         (folder / f"report-{os.getpid()}.json").write_text(json.dumps(answer))
@@ -333,6 +350,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--model-path", required=True)
     flags.add_argument("--port", type=int, default=0)
     flags.add_argument("--weight-version", default="default")
+    flags.add_argument("--random-seed", type=int, default=0)
     flags.add_argument("--max-running-requests", type=int, default=0)
     flags.add_argument("--fault", default="")
     flags.add_argument("--eos", type=int)

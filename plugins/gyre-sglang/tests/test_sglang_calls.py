@@ -177,11 +177,11 @@ async def test_a_version_that_cannot_be_used_is_refused_before_the_server_hears_
     assert sum(path == "/update_weights_from_disk" for path, _ in fake.asked) == 1  # the one of the start
 
 
-async def test_a_failed_update_lets_calls_go_on(engine_of: Any, version: Any) -> None:
+async def test_an_update_that_is_refused_lets_calls_go_on(engine_of: Any, version: Any) -> None:
     engine, fake = await engine_of()
     running = Watched(engine, request_of(PROMPT, 80, name="a"))
     await running.until(2)
-    fake.fault = "update"
+    fake.fault = "update-1"
     with pytest.raises(InfrastructureError, match="Failed to get weights iterator"):
         await engine.update_weights(version(1))
     assert (await running.task).versions == [0] * 80

@@ -113,6 +113,21 @@ async def test_versions_in_shared_memory_and_as_deltas(at_zero: Any, rig: Engine
         assert '"all": false' in order
         expected = write_folder(tmp_path / f"x{version}", tensors, rig)
         assert_greedy_of(rig, expected, PROMPT, await call(engine, PROMPT, 8, name=f"d{version}"))
+    await engine.sleep()
+    await engine.wake(WeightSource(7, made.location, "delta"))
+    awake = await call(engine, PROMPT, 8, name="awake")
+    assert awake.versions == [7] * 8
+    assert_greedy_of(rig, expected, PROMPT, awake)
+
+
+async def test_no_two_lives_of_a_server_sample_the_same(at_zero: Any, rig: EngineRig) -> None:
+    """Calls without a seed; each server would begin with the same random numbers under one seed."""
+    engine, found = at_zero, []
+    for life in range(2):
+        await engine.sleep()
+        await engine.wake(rig.sources[0])
+        found.append((await call(engine, PROMPT, 30, name=f"life{life}", temperature=3.0)).ids)
+    assert found[0] != found[1]
 
 
 async def test_a_group_broadcasts_a_version(at_zero: Any, rig: EngineRig, tmp_path: Path) -> None:

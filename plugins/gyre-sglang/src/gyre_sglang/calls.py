@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from gyre_core import Array, FinishReason, GenerateChunk, GenerateRequest, InfrastructureError
+import numpy as np
+from gyre_core import (
+    Array,
+    CapabilityError,
+    ContextLengthError,
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    InfrastructureError,
+)
 
 from gyre_sglang.client import Pace
+from gyre_sglang.facts import ModelFacts, ServerFacts
 from gyre_sglang.wire import Span
 
 
@@ -173,3 +183,31 @@ def chunk_of(items: Sequence[Sampled], cached_tokens: int | None, routed_from: i
         routed_experts=last.routed,
         routed_from=None if last.routed is None else routed_from,
     )
+
+
+def checked(
+    request: GenerateRequest, model: ModelFacts, facts: ServerFacts, context_length: int
+) -> tuple[GenerateRequest, int]:
+    """The request with its prompt as plain ints, and how many tokens it may sample; ContextLengthError for a prompt
+    that can never fit, ValueError or CapabilityError for a request that would harm the server or be misunderstood."""
+    doing = f"call {request.request_id!r}"
+    if request.routed_experts and not facts.routed_experts:
+        raise CapabilityError(
+            doing, got="a wish for routed experts", expected="none: the server does not record them",
+            fix="Set engine.routed_experts, for a model with experts.",
+        )  # fmt: skip
+    prompt = np.asarray(request.prompt_ids, dtype=np.int64)
+    if prompt.ndim != 1 or not len(prompt):
+        raise ValueError(f"{doing}: got a prompt of shape {list(prompt.shape)}, expected at least one token id")
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or high >= model.vocab:
+        bad = low if low < 0 else high
+        raise ValueError(f"{doing}: got token id {bad}, expected ids in [0, {model.vocab}) of the vocabulary")
+    total = min(context_length or facts.max_total, facts.max_total)
+    longest = min(total - 1, facts.max_prompt)
+    if len(prompt) > longest:
+        raise ContextLengthError(
+            doing, got=f"a prompt of {len(prompt)} tokens", expected=f"{longest} or fewer",
+            fix="The model's positions, engine.context_length and the KV pool limit it.",
+        )  # fmt: skip
+    return replace(request, prompt_ids=prompt.tolist()), min(request.sampling.max_tokens, total - len(prompt))

@@ -173,11 +173,16 @@ class Client:
         return f"Its output is in {self.process.log}." if self.process else f"Look at the server at {self.url}."
 
 
-def dead(name: str, process: ServerProcess, doing: str) -> InfrastructureError:
+class DeadServerError(InfrastructureError):
+    """The server's process has ended."""
+
+
+def dead(name: str, process: ServerProcess, doing: str) -> DeadServerError:
     """The error of a server whose process has ended."""
     status = process.exited.result()
-    how = f"signal {status - 128}" if status > 128 else f"status {status}"
-    return InfrastructureError(
+    number = -status if status < 0 else status - 128
+    how = f"signal {number}" if number > 0 else f"status {status}"
+    return DeadServerError(
         doing, got=f"a server that ended with {how}; its last lines:\n{process.tail()}\n",
         expected=f"SGLang of {name} to live", fix=f"Its whole output is in {process.log}.",
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 Puts the parts together: a server started or found (`launch`), its calls (`driver`), its weights (`weights`).
 Invariants: a bad request fails alone and never reaches the server (one id outside the vocabulary ends it); weights
-change only while nothing is sampled; cached KV is named by the weights that made it.
+change only while nothing is sampled; cached KV is named by the weights that made it; after a change that failed the
+engine is what it was before, or every call and the load say why it is not.
 """
 
 from __future__ import annotations
@@ -11,43 +12,37 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import NoReturn
 
-import numpy as np
 from gyre_core import (
-    Array,
     CapabilityError,
     ComponentContext,
-    ContextLengthError,
     EngineCapability,
     EngineLoad,
     GenerateChunk,
     GenerateRequest,
+    GyreError,
     InfrastructureError,
-    KVShape,
-    MemoryRegion,
     PauseMode,
-    PinnedKV,
     WeightSource,
 )
 
-from gyre_sglang.calls import Call, chunk_of
+from gyre_sglang.calls import Call, checked, chunk_of
 from gyre_sglang.client import dead
 from gyre_sglang.driver import Counters, Driver
 from gyre_sglang.facts import ModelFacts, read_model
 from gyre_sglang.launch import Server, Starter
 from gyre_sglang.load import read_load
-from gyre_sglang.loading import TornError, load_version
+from gyre_sglang.loading import TornError, load_version, tearing
+from gyre_sglang.no_kv import NoKV
 from gyre_sglang.options import SGLangOptions
-from gyre_sglang.weights import COLLECTIVE, Prepared, Shapes, open_source, prepare, shapes_of
+from gyre_sglang.weights import COLLECTIVE, Prepared, Shapes, fitting, open_source, prepare, shapes_of, whole_of
 
 log = logging.getLogger("gyre.sglang")
 
 
-class SGLangEngine:
+class SGLangEngine(NoKV):
     """An SGLang server in an environment of its own.
 
     Offers `PAUSE`; `SLEEP` unless it was given a running server that cannot give memory back; `ROUTED_EXPERTS` and
@@ -100,17 +95,26 @@ class SGLangEngine:
                 raise InfrastructureError("starting SGLang", got="a second start", expected="one")
             began = time.perf_counter()
             self._model = read_model(source.location)
-            opened = await asyncio.to_thread(open_source, source)
-            self._shapes = shapes_of(opened)
-            await self._rise(source, opened.digest)
+            await self._rise(source)
             self.timings["start"] = time.perf_counter() - began
 
-    async def _rise(self, source: WeightSource, digest: str) -> None:
+    async def _rise(self, source: WeightSource) -> None:
+        """A server of its own, or the running one, with these weights."""
         assert self._model is not None
-        server = await self._starter.start(source, self._model)
+        opened = await asyncio.to_thread(open_source, source)
+        self._shapes = self._shapes or shapes_of(opened)
+        whole = await asyncio.to_thread(whole_of, source, opened)
+        prepared = fitting(source, opened, self._shapes, tied=self._model.tied, held=whole.digest)
+        server = await self._starter.start(whole, self._model)
+        try:
+            if whole is not source:
+                await load_version(server, prepared)
+        except BaseException:
+            await server.end()
+            raise
         self._server = server
         self._driver = Driver(server.client, server.facts, self._model, self.options, self._counters)
-        self._take(source, digest)
+        self._take(source, prepared.digest)
         self._driver.open()
 
     def _take(self, source: WeightSource, digest: str) -> None:
@@ -129,33 +133,72 @@ class SGLangEngine:
 
     async def sleep(self) -> None:
         """End running calls with ABORT and give memory back: by the server's memory saver on accelerators, by ending
-        the server on a CPU."""
+        the server on a CPU, and also where it has died or cannot do it. When a server that was not started here cannot,
+        the engine is as awake as before."""
         async with self._changing:
             began = time.perf_counter()
-            server, driver = self._ready("putting SGLang to sleep", torn=True)
+            server, driver = self._started("putting SGLang to sleep")
             if EngineCapability.SLEEP not in self.capabilities:
                 raise CapabilityError(
                     "putting SGLang to sleep", got=f"a running server at {server.client.url} without its memory saver",
                     expected="--enable-memory-saver", fix="Start it with that flag, or let Gyre start it.",
                 )  # fmt: skip
+            was_open = driver.gate.is_set()
             driver.gate.clear()
-            self._asleep = True
-            await self._let_go(server, driver)
-            if server.facts.memory_saver:
-                await server.release_memory()
-            else:
+            self._asleep = True  # no call enters any more
+            try:
+                stays = await self._give_back(server, driver)
+            except BaseException:
+                self._asleep = False
+                await self._go_on(server, driver, admit=was_open)
+                raise
+            if not stays:
                 await self._fall()
                 assert self._model is not None
                 await self._starter.make_spare(self._source, self._model)
             self.timings["sleep"] = time.perf_counter() - began
 
+    async def _give_back(self, server: Server, driver: Driver) -> bool:
+        """Have the calls end and memory given back; False when the server has to be ended for that."""
+        if server.has_ended:
+            return False
+        try:
+            await self._let_go(server, driver)
+            if server.facts.memory_saver:
+                await server.release_memory()
+            return server.facts.memory_saver
+        except InfrastructureError as error:
+            if server.process is None:
+                raise
+            log.warning("%s: the server cannot sleep, so it is ended: %s", self._context.name, error)
+            return False
+
     async def _let_go(self, server: Server, driver: Driver) -> None:
-        """End all calls; a server that is held has to go on for that."""
+        """End all calls; a server that is paused has to go on for that."""
         ended = asyncio.create_task(driver.cut_all())
-        if self._held:
-            await server.proceed()
-            self._held = False
-        await ended
+        try:
+            if server.paused:
+                await server.proceed()
+                self._held = False
+            await ended
+        finally:
+            ended.cancel()
+
+    async def _go_on(self, server: Server, driver: Driver, *, admit: bool) -> None:
+        """After a change, however it went: sample again, unless a caller's pause goes on. While nobody knows what the
+        server holds, its calls fail."""
+        fault = server.fault or self._fault
+        if fault is not None:
+            driver.fail(fault)
+        if server.paused and not self._held:
+            try:
+                await server.proceed()
+            except InfrastructureError as error:
+                log.error("%s: the server was paused and does not go on: %s", self._context.name, error)
+                self._fault = error
+                driver.fail(error)
+        if admit:
+            driver.open()
 
     async def _fall(self) -> None:
         server, driver, self._server, self._driver = self._server, self._driver, None, None
@@ -167,44 +210,64 @@ class SGLangEngine:
             await driver.close()
 
     async def wake(self, source: WeightSource) -> None:
-        """Take memory and the weights of `source` and become ready."""
+        """Take memory and the weights of `source` and become ready; with another server when the old one has ended or
+        cannot do it."""
         async with self._changing:
             if not self._asleep:
                 raise InfrastructureError("waking SGLang", got="one that is awake", expected="a sleeping one")
             began = time.perf_counter()
-            if self._server is None or self._driver is None:
-                await self._rise(source, (await self._prepared(source)).digest)
-            else:
-                prepared = await self._prepared(source)
-                server = self._server
-                await server.take_memory(lambda: load_version(server, prepared))
-                self._take(source, prepared.digest)
-                self._driver.open()
+            if self._server is not None and self._driver is not None:
+                await self._take_back(self._server, self._driver, source)
+            if self._server is None:  # it was ended, by `sleep` or now
+                await self._rise(source)
             self._asleep = False
             self.timings["wake"] = time.perf_counter() - began
+
+    async def _take_back(self, server: Server, driver: Driver, source: WeightSource) -> None:
+        """Wake the sleeping server. When it was started here and that fails, it is ended."""
+        if server.has_ended:
+            await self._fall()
+            return
+        prepared = await self._prepared(source)
+        try:
+            await server.take_memory(lambda: load_version(server, prepared))
+            self._take(source, prepared.digest)
+            driver.open()
+        except InfrastructureError as error:
+            if server.process is None or (prepared.meeting is not None and not server.has_ended):
+                raise
+            log.warning("%s: the server does not wake, so another is started: %s", self._context.name, error)
+            await self._fall()
 
     async def close(self) -> None:
         """End for good; running calls end with ABORT. A server that was not started here goes on."""
         async with self._changing:
             self._asleep = False
-            if self._server is not None and self._server.process is None and self._driver is not None:
-                await self._let_go(self._server, self._driver)
-            await self._fall()
-            await self._starter.close()
+            try:
+                if self._server is not None and self._server.process is None and self._driver is not None:
+                    await self._let_go(self._server, self._driver)
+            finally:
+                await self._fall()
+                await self._starter.close()
 
-    def _ready(self, doing: str, *, torn: bool = False) -> tuple[Server, Driver]:
-        """Server and driver; with `torn` also when the server's weights are of no version."""
+    def _started(self, doing: str) -> tuple[Server, Driver]:
+        """Server and driver, in whatever state they are."""
         if self._server is None or self._driver is None or self._asleep:
             raise InfrastructureError(
                 doing, got="SGLang that has not been started or sleeps", expected="a ready engine",
                 fix="Call start or wake first.",
             )  # fmt: skip
-        process = self._server.process
-        if process is not None and process.exited.done():
-            raise dead(self._context.name, process, doing)
-        if self._fault is not None and not torn:
-            raise self._fault
         return self._server, self._driver
+
+    def _ready(self, doing: str, *, torn: bool = False) -> tuple[Server, Driver]:
+        """Server and driver; with `torn` also when the server's weights are of no version."""
+        server, driver = self._started(doing)
+        if server.process is not None and server.has_ended:
+            raise dead(self._context.name, server.process, doing)
+        fault = server.fault or (None if torn else self._fault)
+        if fault is not None:
+            raise fault
+        return server, driver
 
     def resident_bytes(self) -> int:
         """Memory of the host that the server's processes hold now; 0 for a server that was not started here."""
@@ -217,7 +280,8 @@ class SGLangEngine:
         """Run a call. ContextLengthError for a prompt that can never fit, ValueError for one that cannot run,
         InfrastructureError when the server fails."""
         server, driver = self._ready(f"starting call {request.request_id!r}")
-        call = Call(*self._checked(request, server))
+        assert self._model is not None
+        call = Call(*checked(request, self._model, server.facts, self.options.context_length))
         driver.submit(call)
         cached: int | None = None
         try:
@@ -229,31 +293,6 @@ class SGLangEngine:
                     return
         finally:
             driver.cut(call)
-
-    def _checked(self, request: GenerateRequest, server: Server) -> tuple[GenerateRequest, int]:
-        """The request with its prompt as plain ints, and how many tokens it may sample."""
-        assert self._model is not None
-        doing = f"call {request.request_id!r}"
-        if request.routed_experts and not server.facts.routed_experts:
-            raise CapabilityError(
-                doing, got="a wish for routed experts", expected="none: the server does not record them",
-                fix="Set engine.routed_experts, for a model with experts.",
-            )  # fmt: skip
-        prompt = np.asarray(request.prompt_ids, dtype=np.int64)
-        if prompt.ndim != 1 or not len(prompt):
-            raise ValueError(f"{doing}: got a prompt of shape {list(prompt.shape)}, expected at least one token id")
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= self._model.vocab:
-            bad = low if low < 0 else high
-            raise ValueError(f"{doing}: got token id {bad}, expected ids in [0, {self._model.vocab}) of the vocabulary")
-        total = min(self.options.context_length or server.facts.max_total, server.facts.max_total)
-        longest = min(total - 1, server.facts.max_prompt)
-        if len(prompt) > longest:
-            raise ContextLengthError(
-                doing, got=f"a prompt of {len(prompt)} tokens", expected=f"{longest} or fewer",
-                fix="The model's positions, engine.context_length and the KV pool limit it.",
-            )  # fmt: skip
-        return replace(request, prompt_ids=prompt.tolist()), min(request.sampling.max_tokens, total - len(prompt))
 
     async def abort(self, request_id: str) -> bool:
         """End one call with ABORT; False when it is not running or ended by itself first."""
@@ -271,14 +310,19 @@ class SGLangEngine:
         """Stop sampling; with KEEP calls stay with their KV, with ABORT they end."""
         async with self._changing:
             server, driver = self._ready("pausing")
+            was_open = driver.gate.is_set()
             driver.gate.clear()
-            if mode is PauseMode.ABORT:
-                await self._let_go(server, driver)
-            elif not self._held:
-                await server.hold()
-                self._held = True
-                await server.settle()
-                await driver.catch_up()
+            try:
+                if mode is PauseMode.ABORT:
+                    await self._let_go(server, driver)
+                elif not self._held:
+                    await server.hold()
+                    await server.settle()
+                    await driver.catch_up()
+                    self._held = True
+            except BaseException:
+                await self._go_on(server, driver, admit=was_open)
+                raise
 
     async def resume(self) -> None:
         """Go on after `pause`."""
@@ -325,7 +369,6 @@ class SGLangEngine:
             prepared = await self._prepared(source)
             was_open = driver.gate.is_set()
             driver.gate.clear()
-            hold = False
             try:
                 if self.options.on_update == "recompute":
                     await driver.restart_all()
@@ -333,77 +376,43 @@ class SGLangEngine:
                     await driver.restart_unsampled()
                 if driver.live() and not self._held:
                     await server.hold()
-                    hold = True
-                await self._load_or_restore(server, prepared)
-                if driver.live():
-                    await server.settle()
-                    await driver.catch_up()
+                await self._load_or_restore(server, driver, prepared)
                 self._take(source, prepared.digest)
                 await self._drop_unreachable(server, driver)
             finally:
-                if hold:
-                    await server.proceed()
-                if was_open:
-                    driver.open()
+                await self._go_on(server, driver, admit=was_open)
             self.timings["update_weights"] = time.perf_counter() - began
 
-    async def _load_or_restore(self, server: Server, prepared: Prepared) -> None:
-        """Load; when that broke the weights, bring the old ones back, or have every later call fail."""
+    async def _load_or_restore(self, server: Server, driver: Driver, prepared: Prepared) -> None:
+        """Load, and hear all that was sampled before; when that broke the weights, bring the old ones back, or have
+        every call fail."""
         try:
             await load_version(server, prepared)
+            if driver.live():
+                with tearing(prepared.source.version):
+                    await server.settle()
+                await driver.catch_up()
         except TornError as error:
             log.warning("%s: %s; loading version %d again", self._context.name, error, self._version)
             self._fault, self._digest = error, ""
             if self._source.kind == COLLECTIVE:
                 raise  # there is nothing at rest to go back to
-            await load_version(server, await self._prepared(self._source))
+            try:
+                await load_version(server, await self._prepared(self._source))
+            except GyreError as second:
+                log.error("%s: version %d could not be loaded again: %s", self._context.name, self._version, second)
+                raise error from second
             self._fault = None
+            raise
+        except GyreError:
+            raise  # no weight has moved
+        except BaseException as error:
+            self._fault, self._digest = InfrastructureError(
+                f"loading policy version {prepared.source.version} into SGLang",
+                got=f"{type(error).__name__}: {error}", expected="one whole set of weights",
+            ), ""  # fmt: skip
             raise
 
     async def _prepared(self, source: WeightSource) -> Prepared:
         assert self._model is not None
         return await asyncio.to_thread(prepare, source, self._shapes, tied=self._model.tied, held=self._digest)
-
-    # KV of sessions: the server's pool is not in reach of this process
-
-    def _no_kv(self) -> NoReturn:
-        raise CapabilityError(
-            "moving a session's KV", got="SGLang, whose pool another process cannot read",
-            expected="an engine with KV_MOVE", fix="Let the destination prefill the session's tokens.",
-        )  # fmt: skip
-
-    def kv_shape(self) -> KVShape:
-        """Not offered."""
-        self._no_kv()
-
-    def kv_regions(self) -> Sequence[MemoryRegion]:
-        """Not offered."""
-        self._no_kv()
-
-    async def kv_pin(self, session: str) -> PinnedKV | None:
-        """Not offered."""
-        self._no_kv()
-
-    async def kv_freeze(self, session: str) -> PinnedKV | None:
-        """Not offered."""
-        self._no_kv()
-
-    async def kv_unfreeze(self, session: str) -> None:
-        """Not offered."""
-        self._no_kv()
-
-    async def kv_release(self, session: str, generation: int, *, forget: bool) -> None:
-        """Not offered."""
-        self._no_kv()
-
-    async def kv_reserve(self, session: str, tokens: int, version: int) -> Array | None:
-        """Not offered."""
-        self._no_kv()
-
-    async def kv_commit(self, session: str, version: int, token_ids: Array, block_ids: Array) -> None:
-        """Not offered."""
-        self._no_kv()
-
-    async def kv_cancel(self, session: str) -> None:
-        """Not offered."""
-        self._no_kv()

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gyre_core import ComponentContext, ConfigError, InfrastructureError, WeightSource
+from gyre_core import ComponentContext, ConfigError, GyreError, InfrastructureError, WeightSource, seed_of
 from gyre_core.environments import find, read_spec
 
-from gyre_sglang.client import Client, dead
+from gyre_sglang.client import Client, DeadServerError, dead
 from gyre_sglang.facts import ModelFacts, ServerFacts, read_server, version_warning
 from gyre_sglang.options import SGLangOptions
 from gyre_sglang.plan import LaunchPlan, launch_plan
@@ -47,6 +47,15 @@ class Server:
     """Folder of what our weight loader inside it is to do; None when it has none."""
     released: set[str] = field(default_factory=set)
     """Kinds of memory that were given back and not taken again."""
+    paused: bool = False
+    """It was told to sample nothing, and has not said that it goes on."""
+    fault: InfrastructureError | None = None
+    """Set while nobody knows whether it has its memory: it can only sleep or end."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was started here and its process has ended."""
+        return self.process is not None and self.process.exited.done()
 
     async def ask(self, path: str, body: dict[str, object] | None = None) -> object:
         """A control request."""
@@ -54,11 +63,13 @@ class Server:
 
     async def hold(self) -> None:
         """Stop between two forward passes; calls stay with their KV."""
+        self.paused = True  # also when no answer comes: it may hear of it all the same
         await self.ask("/pause_generation", {"mode": "in_place"})
 
     async def proceed(self) -> None:
         """Go on."""
         await self.ask("/continue_generation")
+        self.paused = False
 
     async def settle(self) -> None:
         """After `hold`: return when what was sampled before has arrived. Outputs and answers come from one event loop
@@ -72,10 +83,15 @@ class Server:
             await self.ask("/flush_cache")
 
     async def release_memory(self) -> None:
-        """Give the memory of KV and weights back; needs an idle server with its memory saver."""
+        """Give the memory of KV and weights back; needs an idle server with its memory saver. After an error it may
+        be tried again."""
         await self.ask("/flush_cache")
+        self.fault = InfrastructureError(
+            f"using SGLang at {self.client.url}", got="no good answer to the order to give its memory back",
+            expected="a server that is known to have it", fix="Put it to sleep again, or start another.",
+        )  # fmt: skip
         await self.ask("/release_memory_occupation", {"tags": [KV, WEIGHTS]})
-        self.released = {KV, WEIGHTS}
+        self.released, self.fault = {KV, WEIGHTS}, None
 
     async def take_memory(self, load: Callable[[], Awaitable[None]]) -> None:
         """Undo `release_memory`: the weights' memory, their contents by `load`, then the KV pool's. May be tried again
@@ -89,6 +105,12 @@ class Server:
             await self.ask("/resume_memory_occupation", {"tags": [tag]})
             self.released.discard(tag)
 
+    async def end(self) -> None:
+        """End what was started here, and drop the connections."""
+        if self.process is not None:
+            await self.process.stop()
+        await self.client.close()
+
 
 class Starter:
     """Makes servers for one cell."""
@@ -98,6 +120,7 @@ class Starter:
         self._log = Path(context.run_dir) / "logs" / f"{context.name}-sglang.log"
         self._orders = Path(context.run_dir).resolve() / "engines" / context.name
         self._spare: ServerProcess | None = None
+        self._lives = 0
         self._pages = SharedFolder(context.run_dir, options.kv_share_folder, context.base_dir)
 
     async def start(self, source: WeightSource, model: ModelFacts) -> Server:
@@ -107,15 +130,17 @@ class Starter:
         if self._options.kv_share_gb:
             await asyncio.to_thread(self._pages.hold)
         for _ in range(PORT_TRIES - 1):
+            spare = self._spare is not None
             try:
                 return await self._launched(source, model)
             except InfrastructureError as error:
-                if PORT_TAKEN not in str(error).lower():
+                if PORT_TAKEN not in str(error).lower() and not (spare and isinstance(error, DeadServerError)):
                     raise
         return await self._launched(source, model)
 
     async def _launched(self, source: WeightSource, model: ModelFacts) -> Server:
         plan = self._plan(source, model)
+        self._lives += 1
         process = self._take_spare(plan) or await ServerProcess.start(plan, self._log)
         client = Client(f"http://127.0.0.1:{plan.port}", self._context.name, self._options.api_key, process)
         try:
@@ -128,12 +153,13 @@ class Starter:
             raise
 
     def _plan(self, source: WeightSource, model: ModelFacts) -> LaunchPlan:
+        """Each server has a random seed of its own: under the last one's it would begin to sample as that did."""
         context = self._context
         self._orders.mkdir(parents=True, exist_ok=True)
         return launch_plan(
             self._options, model, python=self._python(), location=str(Path(source.location).resolve()),
             version=source.version, port=free_port(), device=context.device, accelerators=context.accelerators,
-            threads=context.threads, seed=context.seed,
+            threads=context.threads, seed=seed_of(context.seed, self._lives),
             orders=str(self._orders), shared=str(self._pages.path.absolute()),
         )  # fmt: skip
 
@@ -201,12 +227,12 @@ class Starter:
 
     async def make_spare(self, source: WeightSource, model: ModelFacts) -> None:
         """Begin to start the server that the next `start` will use, where that can be done without its memory."""
-        plan = self._plan(source, model)
-        if plan.spare_argv:
-            try:
+        try:
+            plan = self._plan(source, model)
+            if plan.spare_argv:
                 self._spare = await ServerProcess.start(plan, self._log, plan.spare_argv)
-            except (InfrastructureError, OSError) as error:
-                log.warning("%s: no spare server, so waking will take longer: %s", self._context.name, error)
+        except (GyreError, OSError) as error:
+            log.warning("%s: no spare server, so waking will take longer: %s", self._context.name, error)
 
     def _take_spare(self, plan: LaunchPlan) -> ServerProcess | None:
         spare, self._spare = self._spare, None

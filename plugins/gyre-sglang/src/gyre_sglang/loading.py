@@ -1,8 +1,8 @@
 """A prepared version into a running server, while nothing is sampled.
 
 Two ways: by order, in every worker, for servers that were started with our loader (all kinds of sources, nothing copied
-twice); by SGLang's own /update_weights_from_disk for the others. Invariant: after a load that failed the server has the
-version it had before, or the engine is told that it has none.
+twice); by SGLang's own /update_weights_from_disk for the others. Invariant: a load that failed after the server was
+told of it, however it failed, is a `TornError`, unless every worker has said that it moved no weight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import base64
 import json
 import pickle
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,26 @@ NOTHING = base64.b64encode(pickle.dumps([])).decode()
 """The tensors that SGLang is told to give to our loader: none."""
 
 
+OPEN = "already open"
+"""What the server says to a /begin_weight_update when an earlier one was not ended."""
+
+
 class TornError(InfrastructureError):
-    """A load failed after weights had moved: what the server holds is of no version."""
+    """A load failed after weights had moved, or may have: what the server holds is of no version."""
+
+
+@contextmanager
+def tearing(version: int) -> Iterator[None]:
+    """While weights may move: every error of the server is a TornError."""
+    try:
+        yield
+    except TornError:
+        raise
+    except InfrastructureError as error:
+        raise TornError(
+            f"loading policy version {version} into SGLang", got=str(error), expected="one whole set of weights",
+            fix="The server may have taken them in part, or all of them.",
+        ) from error  # fmt: skip
 
 
 async def load_version(server: Server, prepared: Prepared) -> None:
@@ -51,7 +70,8 @@ async def load_version(server: Server, prepared: Prepared) -> None:
             shutil.rmtree(folder.parent, ignore_errors=True)
     else:
         await _from_disk(server, prepared, prepared.folder)
-    info = await server.client.get("/model_info", server.options.request_timeout_s)
+    with tearing(prepared.source.version):
+        info = await server.client.get("/model_info", server.options.request_timeout_s)
     if info.get("weight_version") != str(prepared.source.version):
         raise TornError(
             f"loading policy version {prepared.source.version} into SGLang",
@@ -67,7 +87,8 @@ async def _from_disk(server: Server, prepared: Prepared, folder: str) -> None:
         "abort_all_requests": False,
         "flush_cache": False,  # running calls keep their KV; later ones have another cache key
     }
-    await server.client.post("/update_weights_from_disk", body, server.options.weights_timeout_s)
+    with tearing(prepared.source.version):
+        await server.client.post("/update_weights_from_disk", body, server.options.weights_timeout_s)
 
 
 async def _by_order(server: Server, folder: Path, prepared: Prepared) -> None:
@@ -78,17 +99,40 @@ async def _by_order(server: Server, folder: Path, prepared: Prepared) -> None:
     partial = folder / "order.partial"
     partial.write_text(json.dumps(order), encoding="utf-8")
     partial.replace(folder / "order.json")
-    await server.ask("/begin_weight_update")
+    await _begin(server)
+    workers = server.facts.tp * server.facts.dp
     try:
-        workers = server.facts.tp * server.facts.dp
-        body = {"serialized_named_tensors": [NOTHING] * server.facts.tp, "load_format": LOADER, "flush_cache": False}
-        await server.client.post("/update_weights_from_tensor", body, limit)
-    finally:
+        await _load(server, limit)
+        _check_reports(_reports(folder), workers, order["id"], version)
+    except InfrastructureError:
+        if _untouched(_reports(folder), workers, order["id"]):
+            raise
+        with tearing(version):
+            raise
+    with tearing(version):
+        await server.ask("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+
+async def _begin(server: Server) -> None:
+    """Open the server's session for weights; one that an earlier load has left open is ended first."""
+    try:
+        await server.ask("/begin_weight_update")
+    except InfrastructureError as error:
+        if OPEN not in str(error):
+            raise
         await server.ask("/end_weight_update")
-    _check_reports(
-        [json.loads(path.read_text()) for path in folder.glob("report-*.json")], workers, order["id"], version
-    )
-    await server.ask("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        await server.ask("/begin_weight_update")
+
+
+async def _load(server: Server, limit: float) -> None:
+    body = {"serialized_named_tensors": [NOTHING] * server.facts.tp, "load_format": LOADER, "flush_cache": False}
+    try:
+        await server.client.post("/update_weights_from_tensor", body, limit)
+    except InfrastructureError:
+        with suppress(InfrastructureError):  # the first error says more
+            await server.ask("/end_weight_update")
+        raise
+    await server.ask("/end_weight_update")
 
 
 def _order(prepared: Prepared, timeout_s: float) -> dict[str, Any]:
@@ -101,15 +145,23 @@ def _order(prepared: Prepared, timeout_s: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _reports(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in folder.glob("report-*.json")]
+
+
+def _untouched(reports: Sequence[dict[str, Any]], workers: int, order: str) -> bool:
+    """Whether every worker has answered this order and says that it moved nothing."""
+    said = [report for report in reports if report.get("id") == order and report.get("moved") is False]
+    return len(said) == len(reports) == workers
+
+
 def _check_reports(reports: Sequence[dict[str, Any]], workers: int, order: str, version: int) -> None:
     doing = f"loading policy version {version} into SGLang"
-    moved = any(report.get("moved", True) for report in reports) or len(reports) != workers
-    broken = TornError if moved else InfrastructureError
     for report in reports:
         if "error" in report or report.get("id") != order or report.get("version") not in (-1, version):
-            raise broken(
+            raise InfrastructureError(
                 doing, got=str(report.get("error") or f"version {report.get('version')}"),
                 expected=f"version {version} in every worker",
             )  # fmt: skip
     if len(reports) != workers:
-        raise broken(doing, got=f"reports of {len(reports)} workers", expected=f"{workers}")
+        raise InfrastructureError(doing, got=f"reports of {len(reports)} workers", expected=f"{workers}")

@@ -73,6 +73,21 @@ def open_source(source: WeightSource) -> Version:
     return opened
 
 
+def whole_of(source: WeightSource, opened: Version) -> WeightSource:
+    """What a server can be started with: the version itself, or the whole one that a delta goes back to."""
+    whole = opened
+    try:
+        while whole.is_delta:
+            whole = whole.open_base()
+    except WeightsError as error:
+        raise InfrastructureError(
+            f"loading policy version {source.version} from {source.location}", got=str(error), expected="its base"
+        ) from error
+    if whole is opened:
+        return source
+    return WeightSource(max(whole.version, 0), str(whole.folder), digest=whole.digest)
+
+
 def shapes_of(version: Version) -> dict[str, tuple[int, ...]]:
     """What a version's tensors look like."""
     return {name: tuple(entry.shape) for name, entry in version.manifest.tensors.items()}
@@ -81,10 +96,14 @@ def shapes_of(version: Version) -> dict[str, tuple[int, ...]]:
 def prepare(source: WeightSource, shapes: Shapes, *, tied: bool, held: str = "") -> Prepared:
     """Check a version against the model that is served (`shapes`); a group's is checked when its plan comes. `held` is
     the content digest of the version it has now."""
-    optional = (HEAD,) if tied else ()
     if source.kind == COLLECTIVE:
-        return Prepared(source, shapes, meeting=read_meeting(source), optional=optional)
-    opened = open_source(source)
+        return Prepared(source, shapes, meeting=read_meeting(source), optional=(HEAD,) if tied else ())
+    return fitting(source, open_source(source), shapes, tied=tied, held=held)
+
+
+def fitting(source: WeightSource, opened: Version, shapes: Shapes, *, tied: bool, held: str = "") -> Prepared:
+    """The same for a version that is open."""
+    optional = (HEAD,) if tied else ()
     found = shapes_of(opened)
     wrong = sorted(
         name for name in {*found, *shapes} - {*optional} if found.get(name) != shapes.get(name)
