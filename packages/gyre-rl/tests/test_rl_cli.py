@@ -192,6 +192,40 @@ def test_a_run_is_reopened_with_its_own_configuration(model):
         reopen_run(model / "no", [])
 
 
+def test_a_key_is_neither_shown_nor_saved_and_asked_for_at_a_resume(model, capsys):
+    from gyre_rl.cli.checking import check_config
+    from gyre_rl.cli.rundirs import require_secrets
+    from gyre_rl.cli.training import record
+
+    judge = 'scorers=[{name = "rubric", base_url = "http://127.0.0.1:1/v1", api_key = "k-4711"}]'
+    for console in (Console(), Console(json=True)):
+        check_config(model, [judge], console, machine=False, show=True)
+        shown = capsys.readouterr().out
+        assert "http://127.0.0.1:1/v1" in shown
+        assert "4711" not in shown
+    config = place_run(load(model, [f"dir={model}/out", judge]))
+    record(config)
+    assert "4711" not in (model / "out" / "config.toml").read_text()
+    with pytest.raises(RunConfigError, match=r"scorers\.0\.api_key: a secret that was not saved"):
+        require_secrets(reopen_run(model / "out", []))
+    require_secrets(reopen_run(model / "out", [judge]))
+
+
+def test_check_and_run_read_the_tasks_before_anything_starts(model):
+    (model / "mine" / "one").mkdir(parents=True)
+    (model / "mine" / "one" / "task.toml").write_text(
+        'prompt = "p"\nsplit = "train"\n[scorer]\nname = "pytest"\nfolder = "no-suite"\ntargets = ["t"]\ncount = 1\n'
+    )
+    tasks = ("--set", 'tasks={name = "folder", path = "mine"}')
+    for command in ("check", "run"):
+        done = gyre(command, ".", *tasks, cwd=model)
+        assert done.returncode == 2
+        assert "mine/one/task.toml: tasks: reading the scorer options of task 'folder/one'" in done.stderr
+        assert "a folder that exists" in done.stderr
+    assert not (model / "runs").exists()
+    assert gyre("check", "--elsewhere", ".", *tasks, cwd=model).returncode == 0
+
+
 def test_what_the_system_refuses_is_explained():
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/run/x")
     error = explain(full)
