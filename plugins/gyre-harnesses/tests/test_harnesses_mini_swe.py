@@ -12,7 +12,7 @@ from gyre_core import ComponentContext, ExecutionJob, ExecutionStatus, Infrastru
 from gyre_core.testing.endpoint import Call, Say, ScriptedEndpoint, in_order
 from gyre_core.testing.harnesses import HarnessConformance, HarnessRig, RecordedEvents
 from gyre_core.testing.support import environment_python
-from gyre_harnesses.command.gate import Tally
+from gyre_harnesses.command.tally import Tally
 from gyre_harnesses.mini_swe.harness import MiniSweHarness
 from gyre_harnesses.mini_swe.harness import _end as end_of
 from gyre_harnesses.options import LocalOptions, MiniSweOptions
@@ -92,8 +92,26 @@ async def test_its_limits_are_statuses(tmp_path, end, reason):
         (Tally(fault="HTTP 503"), "Submitted", ExecutionStatus.COMPLETED),
         (Tally(fault="HTTP 503"), "TimeExceeded", None),
         (Tally(fault="HTTP 503"), "APIError", None),
+        (Tally(fault="HTTP 503", refused="turns"), "APIError", None),
+        (Tally(fault="HTTP 503"), "LimitsExceeded", None),
+        (Tally(answered=1, turned_down="HTTP 400"), "BadRequestError", ExecutionStatus.COMPLETED),
+        (Tally(answered=1, turned_down="HTTP 400", fault="HTTP 503"), "BadRequestError", None),
+        (Tally(turned_down="HTTP 503, as it were"), "BadRequestError", None),
     ],
-    ids=["context", "tokens", "turns", "time", "submitted all the same", "time, by our fault", "crashed by our fault"],
+    ids=[
+        "context",
+        "tokens",
+        "turns",
+        "time",
+        "submitted all the same",
+        "time, by our fault",
+        "crashed by our fault",
+        "turns, with a fault",
+        "its own turns, with a fault",
+        "by a request that the model's text spoilt",
+        "a spoilt request and a fault",
+        "a request that no text of the model is in",
+    ],
 )
 def test_how_it_ended_is_told_from_what_went_through_the_gate(tally, ended, status):
     said = {"end": ended, "text": ""}

@@ -99,6 +99,12 @@ async def test_limits_are_statuses_and_faults_are_ours(tmp_path):
     assert (end.status, end.reason) == (ExecutionStatus.TIMEOUT, "limit of time")
     with pytest.raises(InfrastructureError, match="HTTP 503"):
         await play(tmp_path, stand_in(tmp_path), [Refuse(503)])
+    end, _ = await play(tmp_path, stand_in(tmp_path, calls=2), [Say("a"), Refuse(400)])  # by what the model said
+    assert (end.status, end.evidence["turned_down"]) == (ExecutionStatus.TRUNCATED, "HTTP 400: scripted")
+    with pytest.raises(InfrastructureError, match="HTTP 400"):
+        await play(tmp_path, stand_in(tmp_path), [Refuse(400)])
+    with pytest.raises(InfrastructureError, match="HTTP 503"):
+        await play(tmp_path, stand_in(tmp_path, more='{"stop": ["max_turns"]}'), [Refuse(503)])
     with pytest.raises(InfrastructureError, match="HTTP 503"):  # late because the model was away
         await play(tmp_path, stand_in(tmp_path, more='{"late": True}'), [Refuse(503)])
     broken = stand_in(tmp_path, more='{"ok": False, "errors": ["TaskError: the reward broke"]}')

@@ -26,7 +26,8 @@ from gyre_core import (
     Workspace,
 )
 
-from gyre_harnesses.command.gate import Gate, Tally
+from gyre_harnesses.command.gate import Gate
+from gyre_harnesses.command.tally import Tally
 from gyre_harnesses.options import CommandOptions
 
 _LONGEST_WORD = 100_000
@@ -134,29 +135,30 @@ def _end(tally: Tally, result: ExecResult | None) -> ExecutionEnd:
     verdict = _verdict(tally, result)
     said = b"" if result is None else (result.stdout + result.stderr)[-500:]
     evidence = {
+        **tally.evidence(),
         "limit": tally.refused or (result.limit if result is not None else None),
         "exit_code": None if result is None else result.exit_code,
         "final": said.decode("utf-8", "replace"),
-        "sampled_tokens": tally.sampled,
-        "longest_context": tally.longest_context,
     }
     return ExecutionEnd(verdict.status, verdict.reason, tally.answered, evidence=evidence)
 
 
 def _verdict(tally: Tally, result: ExecResult | None) -> _Verdict:
-    if tally.refused is not None:
-        truncated = tally.refused in ("context", "sampled_tokens")
-        status = ExecutionStatus.TRUNCATED if truncated else ExecutionStatus.TIMEOUT
-        return _Verdict(status, f"limit of {tally.refused.replace('_', ' ')}")
+    if tally.refused in ("context", "sampled_tokens"):
+        return _Verdict(ExecutionStatus.TRUNCATED, f"limit of {tally.refused.replace('_', ' ')}")
     if tally.fault is not None:
         raise InfrastructureError("running an agent program", got=tally.fault, expected="a model that answers")
+    if tally.refused is not None:
+        return _Verdict(ExecutionStatus.TIMEOUT, f"limit of {tally.refused}")
     assert result is not None, "a program is ended only after a limit"
     if result.limit is not None:
         return _Verdict(ExecutionStatus.TIMEOUT, f"limit of {'time' if result.limit == 'wall' else result.limit}")
-    if tally.answered == 0 and result.exit_code != 0:
+    if tally.answered == 0 and (result.exit_code != 0 or tally.turned_down is not None):
+        # The model has not said a word, so this is the program's own doing.
         raise InfrastructureError(
             "running an agent program",
-            got=f"exit {result.exit_code} before any model call: "
+            got=f"exit {result.exit_code} before any answer of the model: "
+            + (f"{tally.turned_down}: " if tally.turned_down is not None else "")
             + (result.stderr or result.stdout)[-500:].decode("utf-8", "replace"),
             expected="a program that calls its model",
             fix="Check the harness's option argv, and that the sandbox shows the program (its option visible).",

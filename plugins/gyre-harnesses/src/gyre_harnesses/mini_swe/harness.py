@@ -27,7 +27,8 @@ from gyre_core import (
     Workspace,
 )
 
-from gyre_harnesses.command.gate import Gate, Tally
+from gyre_harnesses.command.gate import Gate
+from gyre_harnesses.command.tally import Tally
 from gyre_harnesses.foreign import interpreter
 from gyre_harnesses.options import MiniSweOptions
 
@@ -40,6 +41,8 @@ _ENDS = {
     "TimeExceeded": (ExecutionStatus.TIMEOUT, "limit of time"),
     "RepeatedFormatError": (ExecutionStatus.TIMEOUT, "limit of unreadable answers in a row"),
 }
+_BY_ITSELF = ("Submitted", "RepeatedFormatError")
+"""Ends that follow from what the model said, whatever came after."""
 
 
 class MiniSweHarness:
@@ -202,23 +205,19 @@ class _Talk:
 
 def _end(tally: Tally, said: dict[str, Any], tools: int) -> ExecutionEnd:
     ended = str(said["end"])
-    evidence = {
-        "limit": tally.refused,
-        "exit_status": ended,
-        "final": said["text"][:500],
-        "sampled_tokens": tally.sampled,
-        "longest_context": tally.longest_context,
-    }
+    evidence = {**tally.evidence(), "exit_status": ended, "final": said["text"][:500]}
     if tally.refused in ("context", "sampled_tokens"):
         status, reason = ExecutionStatus.TRUNCATED, f"limit of {tally.refused.replace('_', ' ')}"
-    elif tally.refused is not None:
+    elif tally.refused is not None and tally.fault is None:
         status, reason = ExecutionStatus.TIMEOUT, f"limit of {tally.refused}"
-    elif ended in _ENDS and (tally.fault is None or ended != "TimeExceeded"):
+    elif ended in _ENDS and (tally.fault is None or ended in _BY_ITSELF):
         status, reason = _ENDS[ended]
+    elif tally.answered and tally.fault is None and tally.turned_down is not None:
+        status, reason = ExecutionStatus.COMPLETED, f"the agent ended with {ended} after a request that was turned down"
     else:
         raise InfrastructureError(
             "running mini-swe-agent",
-            got=tally.fault or f"{ended}: {said['text'][-800:]}",
+            got=tally.fault or tally.turned_down or f"{ended}: {said['text'][-800:]}",
             expected="an agent that ends",
         )
     return ExecutionEnd(status, reason, tally.answered, tools, evidence=evidence)

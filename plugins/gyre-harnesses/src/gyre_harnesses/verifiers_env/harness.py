@@ -21,7 +21,8 @@ from gyre_core import (
     Workspace,
 )
 
-from gyre_harnesses.command.gate import Gate, Tally
+from gyre_harnesses.command.gate import Gate
+from gyre_harnesses.command.tally import Tally
 from gyre_harnesses.options import VerifiersOptions
 from gyre_harnesses.verifiers_env.process import ask, environment_config
 
@@ -71,12 +72,10 @@ class VerifiersHarness:
 
 def _end(tally: Tally, answer: dict[str, Any]) -> ExecutionEnd:
     evidence = {
+        **tally.evidence(),
         "rewards": answer.get("rewards", {}),
         "stop": answer.get("stop", []),
         "errors": answer.get("errors", [])[:5],
-        "limit": tally.refused,
-        "sampled_tokens": tally.sampled,
-        "longest_context": tally.longest_context,
     }
     status, reason = _verdict(tally, answer)
     return ExecutionEnd(status, reason, tally.answered, evidence=evidence)
@@ -87,11 +86,14 @@ def _verdict(tally: Tally, answer: dict[str, Any]) -> tuple[ExecutionStatus, str
         answer.get("truncated") and "max_turns" not in answer["stop"]
     ):
         return ExecutionStatus.TRUNCATED, f"limit of {(tally.refused or 'tokens').replace('_', ' ')}"
-    if tally.refused is not None or "max_turns" in answer.get("stop", ()):
-        return ExecutionStatus.TIMEOUT, "limit of turns"
-    if answer.get("late") and tally.fault is None:
-        return ExecutionStatus.TIMEOUT, "limit of time"
+    if tally.fault is None:
+        if tally.refused is not None or "max_turns" in answer.get("stop", ()):
+            return ExecutionStatus.TIMEOUT, "limit of turns"
+        if answer.get("late"):
+            return ExecutionStatus.TIMEOUT, "limit of time"
+        if not answer.get("ok") and tally.answered and tally.turned_down is not None:
+            return ExecutionStatus.TRUNCATED, "a request that was turned down"
     if tally.fault is not None or not answer.get("ok"):
-        got = tally.fault or "; ".join(answer.get("errors", [])) or "no verdict"
+        got = tally.fault or tally.turned_down or "; ".join(answer.get("errors", [])) or "no verdict"
         raise InfrastructureError("playing an episode of verifiers", got=got[:800], expected="an episode that ends")
     return ExecutionStatus.COMPLETED, "the episode ended"
