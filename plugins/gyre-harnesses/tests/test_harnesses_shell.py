@@ -16,9 +16,11 @@ from gyre_core import (
     Task,
 )
 from gyre_core.testing.endpoint import Call, Refuse, Say, ScriptedEndpoint, in_order
+from gyre_core.testing.folder import FolderWorkspace
 from gyre_harnesses.options import LocalOptions, ShellOptions
 from gyre_harnesses.sandbox.local import LocalSandbox
 from gyre_harnesses.shell.harness import ShellHarness
+from gyre_harnesses.shell.tools import FileTools, ToolCall
 
 FAST = {"retry_first_s": 0.01}
 
@@ -140,6 +142,8 @@ async def test_mistakes_come_back_as_text_and_never_crash(rig):
         Call("bash", {"command": "echo \udcff"}),
         Call("write", {"path": "x", "content": "\ud800"}),
         Call("task", {"prompt": "not offered"}),
+        Call("bash", "[" * 100_000),
+        Call("read", {"path": "\ud800"}),
     ]
     end = await rig.run([Say(calls=calls), Say("done")])
     assert end.status is ExecutionStatus.COMPLETED
@@ -150,7 +154,24 @@ async def test_mistakes_come_back_as_text_and_never_crash(rig):
     assert results[4] == "error: bash: command must be a string"
     assert results[5] == "error: the command holds a NUL byte"
     assert results[8].startswith("error: no tool 'task'")
-    assert end.evidence["mistakes"] == 6
+    assert results[9].startswith("error: arguments of bash are not JSON: maximum recursion")
+    assert results[10].startswith("error: ")
+    assert end.evidence["mistakes"] == 7
+
+
+@pytest.mark.parametrize("tool", ["read", "write", "edit"])
+@pytest.mark.parametrize("path", ["\ud800", "a\0b"], ids=["surrogate", "NUL"])
+async def test_a_path_that_no_host_has_a_form_for_is_the_models_mistake(tmp_path, tool, path):
+    given = {"path": path, "content": "x", "old": "x", "new": "y"}
+    files = FileTools(FolderWorkspace(str(tmp_path)), ["bash", "-c"], 1000)
+    assert (await files.use(ToolCall("1", tool, given), 1.0)).startswith("error: ")
+
+
+async def test_a_sub_agent_is_told_nothing_that_cannot_be_sent(rig):
+    script = {"main": [Say(calls=[Call("task", {"prompt": "go \ud800"})]), Say("m")], "task-1": [Say("one")]}
+    await rig.run(script, {"tools": ("task",)})
+    told = [r.body["messages"][0]["content"] for r in rig.requests if r.session == "task-1"]
+    assert told == ["go ?"]
 
 
 async def test_spoilt_answers_cost_a_turn(rig):

@@ -264,7 +264,7 @@ class Conversation:
             self.budget,
             session=f"task-{number}",
             parent=self.session,
-            prompt=call.arguments["prompt"],
+            prompt=call.arguments["prompt"].encode("utf-8", "replace").decode(),
             max_turns=self.options.sub_agent_turns,
             depth=self.depth + 1,
         )

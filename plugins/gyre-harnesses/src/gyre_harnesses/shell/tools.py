@@ -76,7 +76,7 @@ def parse_call(raw: Mapping[str, Any], offered: Sequence[str]) -> ToolCall:
     given = function.get("arguments")
     try:
         arguments = json.loads(given) if isinstance(given, str) else given
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ToolMistakeError(f"error: arguments of {name} are not JSON: {error}") from None
     wanted = TOOLS[name].arguments
     if not isinstance(arguments, Mapping) or set(arguments) != set(wanted):
@@ -125,6 +125,8 @@ class FileTools:
                     return await self._edit(given["path"], given["old"], given["new"])
         except OSError as error:
             return f"error: {error.strerror or error}"
+        except (ValueError, RecursionError) as error:  # a path or a text that this host has no form for
+            return f"error: {error}"
 
     async def _bash(self, command: str, timeout_s: float) -> str:
         if "\0" in command:
