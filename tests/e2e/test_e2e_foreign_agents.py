@@ -2,8 +2,9 @@
 
 Each agent plays twice. Against an engine that says what a script says, it must do the task: one tool call, seen in the
 workspace, and an answer. Against SmolLM2-135M on gyre-local, far too small to solve anything, its ways of coping with
-odd answers must be recorded as exactly. mini-swe-agent and the model come from the environment that gyre-harnesses
-describes, the command-line agents from npm, into the cache folder; without an index these tests are skipped.
+odd answers must be recorded as exactly. mini-swe-agent, as a harness and as a command line like the others, and the
+model come from the environment that gyre-harnesses describes, the other command-line agents from npm, into the cache
+folder; without an index these tests are skipped.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @dataclass(frozen=True)
 class Cli:
-    """A command-line agent from npm."""
+    """A command-line agent; from npm, or with a package that is empty from the environment of gyre-harnesses."""
 
     package: str
     command: str
@@ -73,12 +74,23 @@ class Cli:
     tool: str
     """Its tool that runs a shell command."""
     arguments: dict[str, Any]
-    """Of that tool, besides "command" and "description"."""
+    """Of that tool, besides "command"."""
     flags: Sequence[str]
     env: dict[str, str]
+    last: str = ""
+    """The command by which it says that it is done; empty: it just says so."""
 
     def start(self) -> tuple[Sequence[str], Sequence[str]]:
         """What starts it, installed if it is not; and the folders that must be seen for that."""
+        return self.from_npm() if self.package else self.from_environment()
+
+    def from_environment(self) -> tuple[Sequence[str], Sequence[str]]:
+        python = environment_python(ENVIRONMENT)
+        ask = [python, "-c", "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"]
+        folders = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.split("\n")[:2]
+        return [str(Path(python).with_name(self.command))], folders
+
+    def from_npm(self) -> tuple[Sequence[str], Sequence[str]]:
         folder = cache_folder() / "npm" / self.package.replace("/", "+")
         program = folder / "bin" / self.command
         node = shutil.which("node")
@@ -101,7 +113,7 @@ CLIS = {
         "qwen",
         "chat",
         "run_shell_command",
-        {"is_background": False},
+        {"is_background": False, "description": "Copies the file."},
         ["--auth-type", "openai", "--yolo", "-p", "{prompt}"],
         {"OPENAI_MODEL": "{model}", "CI": "1"},
     ),
@@ -110,9 +122,19 @@ CLIS = {
         "claude",
         "anthropic",
         "Bash",
-        {},
+        {"description": "Copies the file."},
         ["--bare", "--dangerously-skip-permissions", "--model", "{model}", "-p", "{prompt}"],
         {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1", "CI": "1"},
+    ),
+    "mini": Cli(
+        "",
+        "mini",
+        "chat",
+        "bash",
+        {},
+        ["-m", "openai/{model}", "-t", "{prompt}", "--yolo", "--exit-immediately", "--cost-limit", "0"],
+        {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
     ),
 }
 
@@ -228,10 +250,10 @@ def doing(chat: ChatFormat, cli: Cli) -> Callable[[GenerateCall], list[int]]:
 
     def reply(call: GenerateCall) -> list[int]:
         seen = chat.tokenizer.decode(call.prompt_ids.tolist())
-        arguments = {"command": "cp in.txt out.txt", "description": "Copies the file.", **cli.arguments}
-        use = f"<tool_call>\n{json.dumps({'name': cli.tool, 'arguments': arguments})}\n</tool_call>"
         begin = f'"name": "{cli.tool}"' in seen and "<tool_response>" not in seen
-        return [*chat.tokenizer.encode(use if begin else "It is copied."), chat.stop_ids[0]]
+        arguments = {"command": "cp in.txt out.txt" if begin else cli.last, **cli.arguments}
+        use = f"<tool_call>\n{json.dumps({'name': cli.tool, 'arguments': arguments})}\n</tool_call>"
+        return [*chat.tokenizer.encode(use if begin or cli.last else "It is copied."), chat.stop_ids[0]]
 
     return reply
 
