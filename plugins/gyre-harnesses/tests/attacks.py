@@ -50,7 +50,7 @@ ATTACKS = {
     "poison the next command": "echo 'echo gotcha' > ~/.bashrc; echo 'echo gotcha' > ~/.profile; mkdir -p ~/bin; printf '#!/bin/sh\\necho gotcha' > ~/bin/echo; chmod +x ~/bin/echo; export PATH=~/bin:$PATH",
     "unreadable folders": "mkdir -p a/b/c; touch a/b/c/f; chmod 000 a/b/c a/b a",
     "deep folders": "for i in $(seq 400); do mkdir d 2>/dev/null && cd d || break; done",
-    "folders beyond all paths": "python3 -c 'import os\\nfor _ in range(2500): os.mkdir(\"d\"); os.chdir(\"d\")'",
+    "folders beyond all paths": 'python3 -c \'import os\\nfor _ in range(2500): os.mkdir("d"); os.chdir("d")\'',
     "strange names": "touch -- '-rf' '*' $'new\\nline' $'\\xff\\xfe' ' '; mkdir -- '--help'",
     "replace the workspace": "cd /; rm -rf /workspace; mv /workspace /tmp/w; ln -s {outside} /workspace; true",
     "endless pipe to nowhere": "mkfifo p; cat p & cat p",
