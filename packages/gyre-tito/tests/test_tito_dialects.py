@@ -5,61 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 
-import aiohttp
 import pytest
-from gyre_tito import ExecutionSpec, ProxyServer, Store, TitoService
 from gyre_tito.dialects.response_stream import tokens_of_text
-from gyre_tito.records import Link
 from gyre_tito.requests import TokenLogprob
-from gyre_tito.testing import BookkeepingEngine, scripted, tiny_format
+from tito_bench import ANTHROPIC_TOOLS, RESPONSE_TOOLS, SCHEMA, Bench
 
 CALL = '<tool_call>\n{"name": "read_file",  "arguments": {"path":"a.txt"}}\n</tool_call>'
 THOUGHT = "<think>\nlook\n</think>\n\n"
-SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
-
-
-class Bench:
-    def __init__(self, tmp_path, *texts, chunk=1, delay=0.0):
-        self.chat = tiny_format()
-        self.engine = BookkeepingEngine(scripted(self.chat, *texts), chunk=chunk, delay=delay)
-        self.store = Store.open(tmp_path / "s.db", writable=True, durability="process")
-        self.service = TitoService(self.engine, self.store, self.chat)
-        self.server = ProxyServer(self.service)
-
-    async def __aenter__(self):
-        await self.server.start()
-        self.http = aiohttp.ClientSession()
-        self.key = (await self.service.open_execution(ExecutionSpec("e"))).api_key
-        return self
-
-    async def __aexit__(self, *_):
-        await self.http.close()
-        await self.server.stop()
-        self.store.close()
-
-    async def post(self, path, body):
-        url, headers = self.server.base_url + path, {"x-api-key": self.key}
-        async with self.http.post(url, json=body, headers=headers) as answer:
-            return answer.status, await answer.json()
-
-    async def events(self, path, body):
-        url, headers = self.server.base_url + path, {"x-api-key": self.key}
-        async with self.http.post(url, json={**body, "stream": True}, headers=headers) as answer:
-            assert answer.status == 200, await answer.text()
-            text = await answer.text()
-        lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-        return [json.loads(line) for line in lines if line != "[DONE]"]
-
-    def one_path(self):
-        tree = self.store.load_tree("e")
-        for entry in self.engine.books:
-            index = int(entry.call.call_id.rpartition("#")[2])
-            assert tree.path_ids(index).tolist() == entry.prompt.tolist() + entry.sampled
-        assert len(tree.leaves()) == 1
-        assert {call.link for call in self.store.calls("e")} == {Link.START, Link.EXTEND}
-
-
-ANTHROPIC_TOOLS = [{"name": "read_file", "description": "Read.", "input_schema": SCHEMA}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -166,9 +118,6 @@ async def test_anthropic_errors_have_its_shape(tmp_path):
         bench.key = "wrong"
         status, answer = await bench.post("/v1/messages", {})
         assert (status, answer["error"]["type"]) == (401, "authentication_error")
-
-
-RESPONSE_TOOLS = [{"type": "function", "name": "read_file", "description": "Read.", "parameters": SCHEMA}]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -160,11 +160,14 @@ class ChatFormat:
 
         `call_id` names the tool calls that the model itself gave no id. `read_calls=False`: leave calls as text.
         """
-        parsed = self._renderer.parse_response(
-            list(sampled),
-            tools=[dict(tool) for tool in tools] or None,
-            prompt_ids=list(prompt_tail),
-        )
+        try:
+            parsed = self._renderer.parse_response(
+                list(sampled),
+                tools=[dict(tool) for tool in tools] or None,
+                prompt_ids=list(prompt_tail),
+            )
+        except (ValueError, RecursionError):  # a model may write what no parser follows: too deep, too many digits
+            return ParsedTurn(self._as_written(sampled), None, (), False, int(read_calls))
         good = [call for call in parsed.tool_calls if read_calls and _usable(call)]
         bad = [call for call in parsed.tool_calls if not (read_calls and _usable(call))]
         content = parsed.content
@@ -179,6 +182,13 @@ class ChatFormat:
         )
         open_reasoning = parsed.reasoning_complete is False
         return ParsedTurn(content, parsed.reasoning_content, calls, open_reasoning, len(bad) if read_calls else 0)
+
+    def _as_written(self, sampled: Sequence[int]) -> str:
+        """Text of a turn, as it stands before the token that ended it."""
+        end = len(sampled)
+        while end and int(sampled[end - 1]) in self.stop_ids:
+            end -= 1
+        return self.tokenizer.decode(sampled[:end])
 
     def call_opening(self, name: str | None) -> str | None:
         """Text that a turn must begin with to be a tool call (of tool `name`); None if the format has none."""
@@ -196,13 +206,29 @@ class ChatFormat:
 
 
 def _usable(call: ParsedToolCall) -> bool:
-    return bool(call.name) and call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+    if not call.name or call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL):
+        return False
+    try:
+        _argument_text(call.arguments)
+    except (ValueError, RecursionError):
+        return False
+    return _encodes(str(call.name)) and _encodes(call.id or "")
 
 
 def _argument_text(arguments: Any) -> str:
+    """Arguments as JSON; half a character, which no answer can carry, stays an escape."""
     if isinstance(arguments, str):
         return arguments
-    return json.dumps(arguments if arguments is not None else {}, ensure_ascii=False)
+    text = json.dumps(arguments if arguments is not None else {}, ensure_ascii=False)
+    return text if _encodes(text) else json.dumps(arguments)
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _after_sentinel(
