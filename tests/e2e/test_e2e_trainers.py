@@ -1,4 +1,4 @@
-"""The same small run with trainers that live in rank processes of an environment of their own."""
+"""The same small run with trainers that live in rank processes of an environment of their own, also under servers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,29 @@ TRAINERS = {
     "deepspeed": 'trainer={name="deepspeed", learning_rate=1e-3, keep_versions=20}',
     "megatron": 'trainer={name="megatron", learning_rate=1e-3, keep_versions=20, cpu_shim=true}',
 }
-SLOW_STARTS = ("cells.start_s=600", "cells.switch_s=300", "limits.wall_s=300", "rollout.tasks_per_step=2")
+ENGINES = {
+    "local": (),
+    "vllm": ('engine={name="vllm", dtype="float32", max_running=16, kv_cache_gb=0.25}',),
+    "sglang": ('engine={name="sglang", dtype="float32", max_running=16, kv_tokens=16384}',),
+}
+SLOW_STARTS = ("cells.start_s=900", "cells.switch_s=600", "limits.wall_s=600", "rollout.tasks_per_step=2")
 
 
-def config_of(trainer: str, root: Path) -> RunConfig:
-    """The small run with that trainer, whose environment is built if need be."""
-    build(read_spec(Path(str(files(f"gyre_{trainer}") / "environment.toml"))))
+def config_of(trainer: str, root: Path, engine: str = "local") -> RunConfig:
+    """The small run with these, whose environments are built if need be."""
+    for name in (trainer, engine):
+        if name != "local":
+            build(read_spec(Path(str(files(f"gyre_{name}") / "environment.toml"))))
     common = [item for item in SMALL if not item.startswith("trainer.")]
-    return replace(load(QUICKSTART, [*common, TRAINERS[trainer], *SLOW_STARTS]), dir=str(root))
+    return replace(load(QUICKSTART, [*common, TRAINERS[trainer], *ENGINES[engine], *SLOW_STARTS]), dir=str(root))
 
 
-@pytest.mark.parametrize("trainer", sorted(TRAINERS))
-def test_the_run_ends_right(trainer: str, tmp_path: Path) -> None:
-    config = config_of(trainer, tmp_path)
+PAIRS = [("deepspeed", "local"), ("megatron", "local"), ("deepspeed", "vllm"), ("megatron", "sglang")]
+
+
+@pytest.mark.parametrize(("trainer", "engine"), PAIRS)
+def test_the_run_ends_right(trainer: str, engine: str, tmp_path: Path) -> None:
+    config = config_of(trainer, tmp_path, engine)
     probe = Probe()
     summary = asyncio.run(run(config, view=probe))
     assert summary.status == "finished"

@@ -20,7 +20,11 @@ from gyre_vllm.options import VLLMOptions
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("how", ["default", "gathered", "recompute"], scope="class")
+LESS_USED = [pytest.param(how, marks=pytest.mark.slow) for how in ("gathered", "recompute")]
+"""Run with whole runs, by name: each takes as long as all of the first."""
+
+
+@pytest.mark.parametrize("how", ["default", *LESS_USED], scope="class")
 class TestVLLM(EngineConformance):
     """Tokens one by one, gathered by the server, and with everything computed again when weights change."""
 
