@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from gyre_core import (
     ComponentContext,
+    ContextLengthError,
     ExecutionEnd,
     ExecutionJob,
     ExecutionStatus,
@@ -45,7 +46,7 @@ from gyre_local.options import LocalEngineOptions
 from gyre_local.serve.engine import LocalEngine
 from gyre_rl.proxy.backend import sampling_of
 from gyre_tito import ExecutionSpec, GenerateChunk, ProxyServer, Score, Status, Store, TitoService, load_format
-from gyre_tito.backend import GenerateCall
+from gyre_tito.backend import GenerateCall, PromptTooLongError
 from gyre_tito.chat_format import ChatFormat
 from gyre_tito.check_files import check_path, reader_of
 from gyre_tito.testing import BookkeepingEngine, EngineEntry, tiny_format
@@ -154,6 +155,9 @@ def smollm(python, tmp_path_factory):
     script = ROOT / "examples" / "models" / "smollm2.py"
     made = [sys.executable, "-c", MODEL, packages, str(script), str(folder)]
     subprocess.run(made, check=True)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 2 * CONTEXT  # a coding agent's instructions reach beyond those it was made for
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -167,11 +171,14 @@ class LocalBackend:
         request = GenerateRequest(call.call_id, call.session, call.prompt_ids, sampling_of(call.sampling))
         entry = EngineEntry(call, np.array(call.prompt_ids), [], [], [])
         self.books.append(entry)
-        async for chunk in self.engine.generate(request):
-            entry.sampled.extend(chunk.token_ids)
-            entry.logprobs.extend(chunk.logprobs)
-            finish = None if chunk.finish is None else chunk.finish.value
-            yield GenerateChunk(chunk.token_ids, chunk.logprobs, chunk.versions, finish, chunk.cached_tokens)
+        try:
+            async for chunk in self.engine.generate(request):
+                entry.sampled.extend(chunk.token_ids)
+                entry.logprobs.extend(chunk.logprobs)
+                finish = None if chunk.finish is None else chunk.finish.value
+                yield GenerateChunk(chunk.token_ids, chunk.logprobs, chunk.versions, finish, chunk.cached_tokens)
+        except ContextLengthError as error:
+            raise PromptTooLongError(str(error)) from error
 
 
 @dataclass
@@ -283,7 +290,7 @@ async def test_a_command_line_agent_with_a_real_small_model(smollm, tmp_path, na
     limits = Limits(max_turns=2, max_call_tokens=48, wall_s=1200)
     played = await play_small(tmp_path, smollm, harness, sandbox, limits)
     assert played.end.status is not ExecutionStatus.FAILED
-    assert played.books
+    assert any(entry.sampled for entry in played.books), "the model was not heard"
     played.hold(CLIS[name].dialect)
 
 
