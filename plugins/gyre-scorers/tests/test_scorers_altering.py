@@ -13,7 +13,6 @@ import pytest
 from gyre_core import InfrastructureError, ScoringJob
 from gyre_core.testing.folder import FolderWorkspace
 from gyre_scorers.hidden.copying import Copies, UnfitError
-from gyre_scorers.hidden.scorer import PytestScorer
 from gyre_scorers.hidden.suite import Suite
 from gyre_scorers.options import PytestOptions
 
@@ -106,16 +105,6 @@ UNJUDGED = {
     "a file for the workspace": "import os, shutil\ndef f(a):\n    top = os.path.abspath('../..')\n"
     "    shutil.rmtree(top, ignore_errors=True)\n    open(top, 'w').close()\n    os._exit(0)\n",
 }
-
-
-@pytest.fixture
-def score(workspace, context, job):
-    async def run(files, options=SUITE):
-        for path, text in files.items():
-            await workspace.write(path, text.encode())
-        return await PytestScorer(PytestOptions(python=sys.executable), context).score(job(options), workspace)
-
-    return run
 
 
 @pytest.mark.parametrize("code", ALTERED.values(), ids=ALTERED.keys())

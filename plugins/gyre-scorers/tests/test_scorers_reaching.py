@@ -5,12 +5,8 @@ The code under test runs in the process that judges it, so it can find the guard
 
 from __future__ import annotations
 
-import sys
-
 import pytest
-from gyre_scorers.hidden.scorer import PytestScorer
 from gyre_scorers.hidden.suite import Results
-from gyre_scorers.options import PytestOptions
 
 TESTS = """
 import unittest
@@ -29,7 +25,7 @@ class C(unittest.TestCase):
     def test_c(self):
         self.assertEqual(mod.f(10), 11)
 """
-OPTIONS = {"files": {"tests/test_mod.py": TESTS}, "targets": ["tests"], "count": 5, "test_timeout_s": 5.0}
+SUITE = {"files": {"tests/test_mod.py": TESTS}, "targets": ["tests"], "count": 5, "test_timeout_s": 5.0}
 NAMES = ["test_a[1]", "test_a[2]", "test_a[3]", "TestB::test_b", "C::test_c"]
 WRONG = "def f(a):\n    return None\n"
 
@@ -162,16 +158,6 @@ FILES = {
 }
 
 
-@pytest.fixture
-def score(workspace, context, job):
-    async def run(files, options=OPTIONS):
-        for path, text in files.items():
-            await workspace.write(path, text.encode())
-        return await PytestScorer(PytestOptions(python=sys.executable), context).score(job(options), workspace)
-
-    return run
-
-
 @pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS.keys())
 async def test_reaching_into_the_guard_earns_nothing(score, code):
     result = await score({"mod.py": code})
@@ -196,7 +182,7 @@ async def test_a_trace_that_jumps_over_assertions_earns_nothing(score):
     tests = "import mod\n" + "".join(
         f"def test_{n}():\n    x = mod.f({n})\n    assert x == {n} + 1\n    x = 0\n    x = 1\n" for n in range(5)
     )
-    options = {**OPTIONS, "files": {"tests/test_mod.py": tests}}
+    options = {**SUITE, "files": {"tests/test_mod.py": tests}}
     result = await score({"mod.py": JUMPING}, options)
     assert result.value == 0.0
     assert "traces" in result.milestones[0].evidence
@@ -301,7 +287,7 @@ async def test_work_that_ends_the_process_keeps_what_passed(score):
 
 
 async def test_half_a_character_in_evidence_is_told(score):
-    options = {**OPTIONS, "files": {"tests/test_mod.py": "import mod\ndef test_a():\n    mod.f(1)\n"}, "count": 1}
+    options = {**SUITE, "files": {"tests/test_mod.py": "import mod\ndef test_a():\n    mod.f(1)\n"}, "count": 1}
     result = await score({"mod.py": "def f(a):\n    raise ValueError('\\ud800')\n"}, options)
     assert result.value == 0.0
     assert "ValueError" in result.milestones[0].evidence
