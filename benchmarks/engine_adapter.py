@@ -3,15 +3,16 @@
 python benchmarks/engine_adapter.py --engine vllm|sglang [--json] [--calls 64] [--prompt 64] [--tokens 64] [--rounds 60]
 
 Starts the engine's server with a tiny random Qwen3 (so that the clients' and the server's own work weighs most), then
-lets both sides run `calls` concurrent streamed calls of token ids with logprobs, in turns: ours, peer, ours, peer, ...
+lets all sides run `calls` concurrent streamed calls of token ids with logprobs, in turns: ours, peer, ours, peer, ...
 The first round is thrown away. `overhead` is 1 - ours / peer of the tokens per second in one round, the median of all
 rounds; negative means that ours is faster. `overhead_between` is its 95 % confidence interval, for one round is noise.
 
-The peer is what the server's makers hand out to talk to it, and keeps what a trainer needs: token ids, logprobs, finish
-reason. For vLLM that is the official openai client. SGLang, which is started without a tokenizer, has only /generate;
-the peer is the loop of its own load generator (`sglang.benchmark.serving`: aiohttp, a line at a time, `json.loads`)
-over kept connections, checking nothing. Where the engine has a way to gather tokens ("gathered"), it is measured too,
-for information. The last line is one JSON object.
+The peer is the loop that the server's makers use where the client must not be what is measured, that of their own load
+generators: aiohttp, an event at a time, `json.loads`, checking nothing; here it keeps what a
+trainer needs: token ids, logprobs, finish reason. For vLLM (`vllm bench serve`) that is over /v1/completions, for
+SGLang (`sglang.benchmark.serving`), which is started without a tokenizer, over /generate. For information, vLLM's is
+also measured against the same loop over the path our adapter uses ("same_path"), the official openai client ("openai")
+and our adapter letting the server gather tokens ("gathered"). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -30,6 +32,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
+import aiohttp
 from gyre_core import ComponentContext, GenerateRequest, Kind, PluginManager, SamplingParams, WeightSource
 
 VOCAB, BOUND = 320, 0.05
@@ -38,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sglang": {"dtype": "float32", "max_running": 64, "kv_tokens": 65536},
 }
 GATHERED = {"vllm": {"stream_tokens": 8}}
+NUMBERS = itertools.count()
 
 
 def make_model(folder: str) -> None:
@@ -52,9 +56,9 @@ def make_model(folder: str) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
-async def ours(engine: Any, prompts: list[list[int]], tokens: int, turn: int) -> int:
+async def ours(engine: Any, tokens: int, prompts: list[list[int]]) -> int:
     async def one(index: int, prompt: list[int]) -> int:
-        request = GenerateRequest(f"{turn}.{index}", f"s{index}", prompt, SamplingParams(tokens))
+        request = GenerateRequest(f"call-{next(NUMBERS)}", f"s{index}", prompt, SamplingParams(tokens))
         found = 0
         async for chunk in engine.generate(request):
             assert len(chunk.logprobs) == len(chunk.token_ids)
@@ -64,69 +68,122 @@ async def ours(engine: Any, prompts: list[list[int]], tokens: int, turn: int) ->
     return sum(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
 
 
-async def peers(client: Any, model: str, prompts: list[list[int]], tokens: int) -> int:
-    async def one(prompt: list[int]) -> int:
-        stream = await client.completions.create(
-            model=model, prompt=prompt, max_tokens=tokens, temperature=1.0, logprobs=1, stream=True,
-            stream_options={"include_usage": True},
-            extra_body={"ignore_eos": True, "return_token_ids": True, "return_tokens_as_token_ids": True},
-        )  # fmt: skip
-        ids: list[int] = []
-        logprobs: list[float] = []
-        async for event in stream:
-            for choice in event.choices:
-                ids += choice.token_ids or ()
-                logprobs += choice.logprobs.token_logprobs if choice.logprobs else ()
-                finish = choice.finish_reason
-        assert len(logprobs) == len(ids)
-        assert finish == "length"
-        return len(ids)
-
-    return sum(await asyncio.gather(*map(one, prompts)))
+async def events(http: Any, url: str, body: dict[str, Any]) -> AsyncIterator[Any]:
+    """What the server sends, as a load generator reads it."""
+    async with http.post(url, json=body) as response:
+        assert response.status == 200, await response.text()
+        rest = ""
+        async for data in response.content.iter_any():
+            *whole, rest = (rest + data.decode()).split("\n\n")
+            for event in whole:
+                if (text := event.removeprefix("data: ")) != "[DONE]":
+                    yield json.loads(text)
 
 
-async def bare_sglang(http: Any, url: str, prompts: list[list[int]], tokens: int) -> int:
-    """The loop of SGLang's load generator, keeping ids, logprobs and the reason of the end."""
+async def bare(one: Callable[[Any, list[int]], Awaitable[int]], prompts: list[list[int]]) -> int:
+    """Connections last for one round: the server may drop them while the others have their turns."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        return sum(await asyncio.gather(*(one(http, prompt) for prompt in prompts)))
 
-    async def one(prompt: list[int]) -> int:
-        body = {
-            "input_ids": prompt, "stream": True, "return_logprob": True,
-            "sampling_params": {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True},
-        }  # fmt: skip
-        ids: list[int] = []
-        logprobs: list[float] = []
-        async with http.post(url + "/generate", json=body) as response:
-            async for line in response.content:
-                text = line.strip().decode().removeprefix("data: ")
-                if text and text != "[DONE]":
-                    event = json.loads(text)
-                    ids += event["output_ids"]
-                    logprobs += [pair[0] for pair in event["meta_info"]["output_token_logprobs"]]
-                    finish = event["meta_info"]["finish_reason"]
-        assert len(logprobs) == len(ids)
-        assert finish["type"] == "length"
-        return len(ids)
 
-    return sum(await asyncio.gather(*map(one, prompts)))
+def checked(ids: list[int], logprobs: list[float], finish: str) -> int:
+    assert len(logprobs) == len(ids)
+    assert finish == "length"
+    return len(ids)
+
+
+def sampled(tokens: int) -> dict[str, Any]:
+    return {"max_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
+
+
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}  # the server has no tokenizer
+
+
+async def bare_sglang(url: str, tokens: int, http: Any, prompt: list[int]) -> int:
+    body = {
+        "input_ids": prompt, "stream": True, "return_logprob": True,
+        "sampling_params": {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True},
+    }  # fmt: skip
+    ids: list[int] = []
+    logprobs: list[float] = []
+    async for event in events(http, url + "/generate", body):
+        ids += event["output_ids"]
+        logprobs += [pair[0] for pair in event["meta_info"]["output_token_logprobs"]]
+        finish = event["meta_info"]["finish_reason"]
+    return checked(ids, logprobs, finish["type"])
+
+
+async def bare_vllm(url: str, model: str, tokens: int, http: Any, prompt: list[int]) -> int:
+    body = {"model": model, "prompt": prompt, "logprobs": 1, **sampled(tokens), **STREAMED, **AS_IDS}
+    ids: list[int] = []
+    logprobs: list[float] = []
+    async for event in events(http, url + "/v1/completions", body):
+        for choice in event["choices"]:
+            ids += choice["token_ids"]
+            logprobs += choice["logprobs"]["token_logprobs"]
+            finish = choice["finish_reason"]
+    return checked(ids, logprobs, finish)
+
+
+async def same_path_vllm(url: str, model: str, tokens: int, http: Any, prompt: list[int]) -> int:
+    how = {**sampled(tokens), "logprobs": 0, "detokenize": False}
+    body = {"model": model, "token_ids": prompt, "sampling_params": how, **STREAMED}
+    ids: list[int] = []
+    logprobs: list[float] = []
+    async for event in events(http, url + "/inference/v1/generate", body):
+        for choice in event["choices"]:
+            ids += choice["token_ids"]
+            logprobs += [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            finish = choice["finish_reason"]
+    return checked(ids, logprobs, finish)
+
+
+async def openai_vllm(client: Any, model: str, tokens: int, prompts: list[list[int]]) -> int:
+    return sum(await asyncio.gather(*(one_openai(client, model, tokens, prompt) for prompt in prompts)))
+
+
+async def one_openai(client: Any, model: str, tokens: int, prompt: list[int]) -> int:
+    stream = await client.completions.create(
+        model=model, prompt=prompt, max_tokens=tokens, temperature=1.0, logprobs=1,
+        extra_body={"ignore_eos": True, **AS_IDS}, **STREAMED,
+    )  # fmt: skip
+    ids: list[int] = []
+    logprobs: list[float] = []
+    async for event in stream:
+        for choice in event.choices:
+            ids += choice.token_ids or ()
+            logprobs += choice.logprobs.token_logprobs if choice.logprobs else ()
+            finish = choice.finish_reason
+    return checked(ids, logprobs, finish)
+
+
+Run = Callable[[list[list[int]]], Awaitable[int]]
 
 
 @contextlib.asynccontextmanager
-async def peer_of(engine: str, url: str) -> AsyncIterator[tuple[str, Callable[[list[list[int]], int], Awaitable[int]]]]:
-    """Its name, and what runs prompts to so many tokens each."""
+async def peers_of(engine: str, url: str, tokens: int) -> AsyncIterator[tuple[str, dict[str, Run]]]:
+    """The peer's name, and what runs prompts to their ends: "peer", then what is measured for information."""
     if engine == "sglang":
-        import aiohttp
-
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-            yield (
-                "the aiohttp loop of SGLang's load generator over /generate on the same server",
-                partial(bare_sglang, http, url),
-            )
+        name = "the aiohttp loop of SGLang's load generator over /generate on the same server"
+        yield name, {"peer": partial(bare, partial(bare_sglang, url, tokens))}
         return
     import openai
 
     async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
         model = (await client.models.list()).data[0].id
-        yield f"openai {openai.__version__}, streamed completions on the same server", partial(peers, client, model)
+        name = (
+            "the aiohttp loop of vLLM's load generator over /v1/completions on the same server"
+            f" (same_path: over /inference/v1/generate; openai: openai {openai.__version__})"
+        )
+        yield (
+            name,
+            {
+                "peer": partial(bare, partial(bare_vllm, url, model, tokens)),
+                "same_path": partial(bare, partial(same_path_vllm, url, model, tokens)),
+                "openai": partial(openai_vllm, client, model, tokens),
+            },
+        )
 
 
 async def rate(run: Callable[[], Awaitable[int]], expected: int, cpu: list[float]) -> float:
@@ -145,60 +202,65 @@ def likely(ratios: list[float]) -> list[float]:
     return [round(1 - ranked[min(high, len(ranked) - 1)], 4), round(1 - ranked[max(low, 0)], 4)]
 
 
-async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+@contextlib.asynccontextmanager
+async def sides_of(args: argparse.Namespace, folder: str) -> AsyncIterator[tuple[str, dict[str, Run]]]:
+    """A server's start to its end; the peer's name, and the sides by name."""
     plugins = PluginManager.installed()
     options = OPTIONS[args.engine] | ({"python": args.python} if args.python else {})
-    context = ComponentContext(folder, "bench", seed=1)
-    engine = plugins.create(Kind.ENGINE, args.engine, options, context)
-    rng = random.Random(0)
-    stack = contextlib.AsyncExitStack()
-    started = time.perf_counter()
-    await engine.start(WeightSource(0, folder))
-    print(f"started in {time.perf_counter() - started:.0f} s", flush=True)
-    try:
+    engine = plugins.create(Kind.ENGINE, args.engine, options, ComponentContext(folder, "bench", seed=1))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(engine.close)
+        started = time.perf_counter()
+        await engine.start(WeightSource(0, folder))
+        print(f"started in {time.perf_counter() - started:.0f} s", flush=True)
         url = (engine._state.server if args.engine == "vllm" else engine._server).client.url
-        peer_name, run_peer = await stack.enter_async_context(peer_of(args.engine, url))
-        sides: dict[str, Any] = {"ours": engine}
+        sides: dict[str, Run] = {"ours": partial(ours, engine, args.tokens)}
+        name, peers = await stack.enter_async_context(peers_of(args.engine, url, args.tokens))
         if args.engine in GATHERED:
-            sides["gathered"] = plugins.create(
+            gathered = plugins.create(
                 Kind.ENGINE, args.engine, {"url": url} | GATHERED[args.engine], ComponentContext(folder, "gathered")
             )
-            await sides["gathered"].start(WeightSource(0, folder))
-        found: dict[str, list[float]] = {name: [] for name in (*sides, "peer")}
-        cpu: dict[str, list[float]] = {name: [] for name in found}
-        expected = args.calls * args.tokens
+            stack.push_async_callback(gathered.close)
+            await gathered.start(WeightSource(0, folder))
+            sides["gathered"] = partial(ours, gathered, args.tokens)
+        yield name, sides | peers
+
+
+async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    rng = random.Random(0)
+    async with sides_of(args, folder) as (peer_name, sides):
+        found: dict[str, list[float]] = {name: [] for name in sides}
+        cpu: dict[str, list[float]] = {name: [] for name in sides}
         for turn in range(args.rounds + 1):
-            for name in found if turn % 2 else reversed(found):
+            for name in sides if turn % 2 else reversed(sides):
                 prompts = [[rng.randrange(VOCAB) for _ in range(args.prompt)] for _ in range(args.calls)]
-                if name == "peer":
-                    speed = await rate(lambda p=prompts: run_peer(p, args.tokens), expected, cpu[name])
-                else:
-                    speed = await rate(
-                        lambda p=prompts, e=sides[name], t=turn: ours(e, p, args.tokens, t), expected, cpu[name]
-                    )
-                if turn:
-                    found[name].append(speed)
+                speed = await rate(partial(sides[name], prompts), args.calls * args.tokens, cpu[name])
+                found[name].append(speed)
                 print(f"round {turn} {name}: {speed:.0f} tokens/s", flush=True)
-        for name, side in sides.items():
-            if name != "ours":
-                await side.close()
-    finally:
-        await stack.aclose()
-        await engine.close()
-    ratios = [mine / peers for mine, peers in zip(found["ours"], found["peer"], strict=True)]
-    medians = {name: statistics.median(speeds) for name, speeds in found.items()}
+    found = {name: speeds[1:] for name, speeds in found.items()}
+    against = {
+        name: [mine / theirs for mine, theirs in zip(found["ours"], speeds, strict=True)]
+        for name, speeds in found.items()
+        if name not in ("ours", "gathered")
+    }
     return {
         "benchmark": "engine_adapter",
         "engine": args.engine,
         "calls": args.calls, "prompt": args.prompt, "tokens": args.tokens, "rounds": args.rounds,
-        "tokens_per_s": {name: round(value, 1) for name, value in medians.items()},
-        "all": {name: [round(speed, 1) for speed in speeds] for name, speeds in found.items()},
+        "tokens_per_s": {name: round(statistics.median(speeds), 1) for name, speeds in found.items()},
         "client_cpu_us_per_token": {name: round(statistics.median(spent[1:]), 1) for name, spent in cpu.items()},
-        "overhead": round(1 - statistics.median(ratios), 4),
-        "overhead_between": likely(ratios),
+        "overhead": round(1 - statistics.median(against["peer"]), 4),
+        "overhead_between": likely(against["peer"]),
         "bound": BOUND,
+        "for_information": {
+            name: {"overhead": round(1 - statistics.median(ratios), 4), "overhead_between": likely(ratios)}
+            for name, ratios in against.items()
+            if name != "peer"
+        },
+        "all": {name: [round(speed, 1) for speed in speeds] for name, speeds in found.items()},
         "peer": peer_name,
-        "hardware": f"{platform.machine()}, {os.cpu_count()} cores shared by server and client, no accelerator",
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores shared by server and client, no accelerator,"
+        f" load {os.getloadavg()[0]:.1f} at the end of the run",
     }  # fmt: skip
 
 

@@ -214,7 +214,7 @@ def test_a_judge_that_mumbles_at_training_ends_the_run_when_group_after_group_is
         done = gyre_run(tmp_path, url, "rollout.retries=0", "rollout.group_size=2")
     assert done.returncode == 1
     assert "8 groups in a row lost" in done.stderr
-    assert "judging by a rubric" in done.stderr
+    assert "asking the judge: got 'Hm.'" in done.stderr
     infos, _ = recorded(tmp_path)
     train = [info for info in infos if info.purpose == "train"]
     ended = [info for info in train if info.status.value != "open"]

@@ -28,6 +28,8 @@ from gyre_core.settings import inherited_environment
 _TAIL_BYTES = 3000
 _GRACE_S = 5.0
 """How long the other ranks may take to answer after one of them has failed."""
+_DEATH_S = 10.0
+"""How long a process whose connection broke may take to be dead: a large one is not freed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +219,7 @@ class RankGroup:
         rank = self._ranks[index]
         if dead:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(rank.process.wait(), 1.0)
+                await asyncio.wait_for(rank.process.wait(), _DEATH_S)
             status = rank.process.returncode
             if status is not None:
                 ended = f"signal {-status}" if status < 0 else f"status {status}"
