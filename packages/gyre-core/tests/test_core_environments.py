@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,36 @@ def test_what_fails_is_told_with_its_log_and_never_found(tmp_path: Path) -> None
         build(spec, tmp_path)
     assert find("toy", tmp_path) is None
     assert folder(spec, tmp_path).is_dir(), "left for the reader; thrown away at the next try"
+
+
+def test_an_install_compiles_no_more_than_its_check_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of files are never imported. What is, is compiled once and not at every start of an engine."""
+    for name in ("used", "unused"):
+        package = tmp_path / "plugin" / "source" / f"toy_{name}"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("")
+    wheel_in(tmp_path / "plugin" / "source", tmp_path / "plugin" / "toy-1.0-py3-none-any.whl")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    text = SPEC.replace('["--version"]', '["install", "--no-index", "{here}/toy-1.0-py3-none-any.whl"]')
+    text = text.replace("import toy_marker", "import toy_used, toy_marker")
+    python = build(read_spec(spec_in(tmp_path / "plugin", text)), tmp_path)
+    (packages,) = python.parent.parent.glob("lib/python*/site-packages")
+    assert list((packages / "toy_used").glob("__pycache__/*.pyc"))
+    assert not list((packages / "toy_unused").glob("__pycache__/*.pyc"))
+
+
+def wheel_in(source: Path, wheel: Path) -> None:
+    """A wheel of pure Python with what is below `source`."""
+    info = "toy-1.0.dist-info"
+    files = {path.relative_to(source).as_posix(): path.read_text() for path in source.rglob("*.py")}
+    files |= {
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+        archive.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]))
 
 
 def test_half_built_is_built_again(tmp_path: Path) -> None:

@@ -152,7 +152,8 @@ def build(
         began = time.monotonic()
         _call(spec, [_interpreter(spec), "-m", "venv", str(target)], log, report)
         for step in spec.steps:
-            _call(spec, [str(python), "-m", "pip", "--no-input", "--disable-pip-version-check", *_lazy(step)], log, report)
+            words = ["-m", "pip", "--no-input", "--disable-pip-version-check", *_lazy(step)]
+            _call(spec, [str(python), *words], log, report)
         _write_files(spec, python)
         _call(spec, [str(python), *spec.check], log, report)
         frozen = subprocess.run(
