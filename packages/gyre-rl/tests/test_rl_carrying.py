@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from gyre_core import ConfigError, InfrastructureError
+from gyre_core import ConfigError, ExecRequest, InfrastructureError, ScorerSpec, Task
 from gyre_core.testing.folder import FolderSandbox
-from gyre_rl.cli.carrying import carry_in, carry_out, read_tree
+from gyre_rl.agents.carrying import at_start, carry_in, carry_out, read_tree
 
 
 def write(folder):
@@ -33,6 +33,24 @@ async def test_in_and_out_again_is_the_same(tmp_path):
     await carry_out(workspace, back)  # once more, over what is there
     assert read_tree(back) == read_tree(folder)
     await sandbox.close()
+
+
+async def test_a_task_begins_with_scripts_that_can_be_run(tmp_path):
+    sandbox = FolderSandbox(str(tmp_path))
+    files = {"tools/run.sh": b"#!/bin/sh\necho ran\n", "-odd name": b"#!/bin/sh\n", "plain.sh": b"#!/bin/sh\n"}
+    task = Task("t", "p", ScorerSpec("files", {}), files, executable=("tools/run.sh", "-odd name"))
+    workspace = await at_start(sandbox, "w", task)
+    assert (await workspace.run(ExecRequest(["tools/run.sh"], 10, 100))).stdout == b"ran\n"
+    tree = read_tree(Path(workspace.path))
+    assert (tree.files, tree.executable) == (files, set(task.executable))
+
+
+async def test_a_workspace_that_could_not_be_filled_is_closed(tmp_path):
+    sandbox = FolderSandbox(str(tmp_path))
+    task = Task("t", "p", ScorerSpec("files", {}), {}, executable=("missing",))
+    with pytest.raises(InfrastructureError, match="chmod"):
+        await at_start(sandbox, "w", task)
+    assert not [path for path in tmp_path.rglob("*") if path.is_dir() and path.name.startswith("w")]
 
 
 async def test_many_files(tmp_path):

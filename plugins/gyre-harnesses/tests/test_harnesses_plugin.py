@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from gyre_core import ComponentContext, Kind, PluginManager
+import pytest
+from gyre_core import ComponentContext, ConfigError, Kind, PluginManager
 from gyre_harnesses import plugin
 
 
@@ -22,6 +23,9 @@ async def test_the_plugin_brings_what_it_names(tmp_path):
         assert manager.load(kind, name) is not None
         assert manager.options_type(kind, name) is not None
     assert manager.create(Kind.HARNESS, "shell", {"tools": ("bash",)}, context).options.tools == ("bash",)
+
+    with pytest.raises(ConfigError, match="argv"):  # no program is a mistake of the recipe, not of every execution
+        manager.create(Kind.HARNESS, "command", {}, context)
 
 
 def test_listing_is_light():

@@ -67,15 +67,18 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 def test_a_folder_becomes_a_task(tmp_path):
     folder = write(tmp_path / "one", {"task.toml": COMMANDS, "start/a/b.txt": "b", "hidden/p.py": "print(1)\n"})
+    (folder / "start" / "a" / "run.sh").write_text("true")
+    (folder / "start" / "a" / "run.sh").chmod(0o755)
     read = read_task(folder)
     task = read.task("mine")
+    assert tuple(task.executable) == ("a/run.sh",)
     assert (task.id, task.prompt, read.split, read.floor) == (
         "mine/one",
         'Do this:\nrun = "not a key"',
         "heldout",
         0.25,
     )
-    assert task.files == {"a/b.txt": b"b"}
+    assert task.files == {"a/b.txt": b"b", "a/run.sh": b"true"}
     assert task.scorer.options["milestones"] == [
         {"run": [*PYTHON, "one", "two"], "stdin": "print(1)\n", "name": "first"},
         {"run": "true", "weight": 3},

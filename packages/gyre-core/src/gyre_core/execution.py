@@ -83,6 +83,8 @@ class Task:
     system: str | None = None
     """System message, when the task wants another than the recipe's."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    executable: Sequence[str] = ()
+    """Those of `files` that can be executed."""
 
 
 class TaskSet(Protocol):

@@ -155,8 +155,8 @@ class CommandOptions:
     prompt is too long for the environment.
     """
 
-    argv: tuple[str, ...] = ("false",)
-    """The program and its arguments, as the sandbox sees them. The default fails: say which program."""
+    argv: tuple[str, ...] = ()
+    """The program and its arguments, as the sandbox sees them; they have no default."""
     env: Mapping[str, str] = field(default_factory=dict)
     prompt_on_stdin: bool = False
     output_bytes: int = 1 << 16

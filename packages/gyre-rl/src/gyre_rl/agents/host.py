@@ -33,6 +33,7 @@ from gyre_core import (
     Workspace,
 )
 
+from gyre_rl.agents.carrying import at_start
 from gyre_rl.agents.rests import Rests
 from gyre_rl.procs.child import ChildSpec
 from gyre_rl.procs.link import Link
@@ -168,7 +169,7 @@ class AgentsHost:
         try:
             rest, name = self._rests.find(job.execution), job.execution.replace("/", "_")
             if rest is None:
-                workspace = await self._sandbox.create(name, job.task.files)
+                workspace = await at_start(self._sandbox, name, job.task)
             else:
                 workspace = await self._sandbox.restore(name, self._rests.snapshot(rest))
                 job = dataclasses.replace(job, state=rest.state)

@@ -24,7 +24,7 @@ from gyre_core.execution import ExecutionEnd, ExecutionStatus, Limits, Purpose, 
 from gyre_core.plugins import PluginManager
 from gyre_core.registration import ComponentContext, Kind
 
-from gyre_rl.cli.carrying import carry_in, carry_out
+from gyre_rl.agents.carrying import at_start, carry_in, carry_out
 from gyre_rl.cli.console import FAILED, STOPPED, Console
 from gyre_rl.cli.relay import Relay
 from gyre_rl.cli.signals import Stopped, until_stopped
@@ -126,7 +126,7 @@ def score(bench: Bench, name: str, folder: Path | None, split: str | None, conso
         sandbox: Sandbox = bench.make(Kind.SANDBOX, bench.sandbox, scratch)
         try:
             if folder is None:
-                workspace = await sandbox.create("score", task.files)
+                workspace = await at_start(sandbox, "score", task)
             else:
                 workspace = await carry_in(sandbox, "score", folder)
             end = ExecutionEnd(ExecutionStatus.COMPLETED, "judged by hand")
@@ -189,7 +189,7 @@ def agent(
         harness: Harness = bench.make(Kind.HARNESS, bench.harness, scratch)
         sandbox: Sandbox = bench.make(Kind.SANDBOX, bench.sandbox, scratch)
         try:
-            workspace = await sandbox.create("agent", task.files)
+            workspace = await at_start(sandbox, "agent", task)
             async with kept(workspace, keep, console), Relay(endpoint, told.say) as model:
                 job = ExecutionJob("agent-1", task, model, bench.limits, Purpose.EVAL, seed, temperature)
                 end = await harness.run(job, workspace, told)

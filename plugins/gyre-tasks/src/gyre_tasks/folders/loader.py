@@ -48,6 +48,7 @@ class TaskFolder:
     files: Mapping[str, bytes]
     system: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    executable: tuple[str, ...] = ()
 
     def task(self, family: str, number: int = 0) -> Task:
         """As a Gyre task; `number` tells repetitions apart."""
@@ -58,6 +59,7 @@ class TaskFolder:
             files=self.files,
             system=self.system,
             metadata={"family": family, "floor": self.floor, **self.metadata},
+            executable=self.executable,
         )
 
 
@@ -90,7 +92,8 @@ def read_task(folder: Path) -> TaskFolder:
     metadata = {"about": top.take("about", str, ""), "tags": top.texts("tags")}
     top.finish()
     start = read_folder(folder / "start")
-    return TaskFolder(folder.name, prompt, scorer, split, floor, start, system or None, metadata)
+    runs = tuple(name for name in start if (folder / "start" / name).stat().st_mode & 0o100)
+    return TaskFolder(folder.name, prompt, scorer, split, floor, start, system or None, metadata, runs)
 
 
 def read_tasks(root: Path) -> list[TaskFolder]:

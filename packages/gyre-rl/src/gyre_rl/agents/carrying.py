@@ -1,4 +1,5 @@
-"""Folders into a workspace and out of it, as they are: files, what can be executed, links, empty folders.
+"""Tasks and folders into a workspace, and a workspace out of it, as they are: files, what can be executed, links, empty
+folders.
 
 Invariant: what is carried out stays below its target, whatever an agent left; links are carried as links and never
 followed. Works with any sandbox, for what `Workspace` has no method for is done by sh, find and ln in it. Not here:
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from gyre_core.agents import ExecRequest, Sandbox, Workspace
 from gyre_core.errors import ConfigError, InfrastructureError
+from gyre_core.execution import Task
 
 _AT_ONCE = 200
 """Paths a command is given."""
@@ -52,14 +54,26 @@ def read_tree(folder: Path) -> Tree:
     return tree
 
 
+async def at_start(sandbox: Sandbox, name: str, task: Task) -> Workspace:
+    """A workspace as `task` begins."""
+    return await _carried(sandbox, name, Tree(dict(task.files), set(task.executable)))
+
+
 async def carry_in(sandbox: Sandbox, name: str, folder: Path) -> Workspace:
     """A workspace that holds what `folder` holds."""
-    tree = read_tree(folder)
+    return await _carried(sandbox, name, read_tree(folder))
+
+
+async def _carried(sandbox: Sandbox, name: str, tree: Tree) -> Workspace:
     workspace = await sandbox.create(name, tree.files)
-    await _each(workspace, ["mkdir", "-p", "--"], sorted(tree.folders))
-    await _each(workspace, ["chmod", "+x", "--"], sorted(tree.executable))
-    pairs = [word for path, target in sorted(tree.links.items()) for word in (path, target)]
-    await _each(workspace, ["sh", "-c", _MAKE_LINKS, "sh"], pairs)
+    try:
+        await _each(workspace, ["mkdir", "-p", "--"], sorted(tree.folders))
+        await _each(workspace, ["chmod", "+x", "--"], sorted(tree.executable))
+        pairs = [word for path, target in sorted(tree.links.items()) for word in (path, target)]
+        await _each(workspace, ["sh", "-c", _MAKE_LINKS, "sh"], pairs)
+    except BaseException:
+        await workspace.close()
+        raise
     return workspace
 
 
