@@ -16,7 +16,7 @@ from gyre_core import Limits, ModelEndpoint
 from gyre_core.testing.harnesses import RecordedEvents
 from gyre_harnesses.command.asking import AnswerReader, read_request
 from gyre_harnesses.command.gate import Gate
-from gyre_harnesses.command.tally import Tally
+from gyre_harnesses.command.tally import AT_ONCE, Desk, Tally
 
 
 def event(record):
@@ -104,6 +104,21 @@ async def until(condition):
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+async def test_a_flood_waits_here_and_not_in_the_queue_that_all_share():
+    desk = Desk(Limits(max_turns=None), RecordedEvents())
+    asked = read_request("/chat/completions", json.dumps(PLAIN).encode())
+    begun = [asyncio.create_task(desk.begin(asked, "main")) for _ in range(2 * AT_ONCE + 1)]
+    for done in (AT_ONCE, 2 * AT_ONCE, 2 * AT_ONCE + 1):
+        for _ in range(10):
+            await asyncio.sleep(0)
+        through = [task.result() for task in begun if task.done()]
+        assert len(through) == done
+        assert desk.running <= AT_ONCE
+        for call in through:
+            call.left()
+    assert desk.running == 0
 
 
 async def test_a_streams_tokens_count_though_the_program_did_not_ask_for_them():

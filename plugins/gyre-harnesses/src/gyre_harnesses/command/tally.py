@@ -20,6 +20,8 @@ from gyre_harnesses.command.asking import AnswerReader, Asked, said
 _CONTEXT = re.compile(r"context.?(?:length|window)|maximum context|prompt is too long", re.IGNORECASE)
 _FAULTS = (401, 403, 408, 429)
 """With 500 and more, the refusals that are not for what the program asked."""
+AT_ONCE = 64
+"""Calls of one program that may be under way; more wait here, and not in the endpoint's queue, which all share."""
 
 
 @dataclass(slots=True)
@@ -66,13 +68,15 @@ class Desk:
     async def begin(self, asked: Asked, session: str) -> Call | str:
         """The call, to be left in any case; or the limit that it is refused for.
 
-        A limit that is only reached if calls under way become as long as they may is not reached yet: it waits.
+        A limit that is only reached if calls under way become as long as they may is not reached yet: it waits. So does
+        a call beside `AT_ONCE` others.
         """
         while True:
             limit, most = self._limit(asked)
             if limit is None:
-                return Call(self, asked, most, session)
-            if limit == "context" or self.running == 0 or self.tally.refused is not None:
+                if self.running < AT_ONCE:
+                    return Call(self, asked, most, session)
+            elif limit == "context" or self.running == 0 or self.tally.refused is not None:
                 self.refuse(limit)
                 return limit
             await self._ended.wait()
