@@ -21,7 +21,7 @@ from gyre_rl.views.report import write_report
 from gyre_tito import CallRecord, Store
 from small import Probe, check_counted_once, pid_of, processes_of, small_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.checked, pytest.mark.timeout(600)]
 
 Answered = dict[str, list[CallRecord]]
 

@@ -27,7 +27,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 WAYS = {"disk": (), "memory": ("trainer.handover=memory", "trainer.publish=shm")}
 """How gradients and weights travel."""
-ways = pytest.mark.parametrize("way", WAYS)
+
+
+def ways(checked: str) -> pytest.MarkDecorator:
+    """Each way, one of them at every check."""
+    return pytest.mark.parametrize(
+        "way", [pytest.param(way, marks=pytest.mark.checked if way == checked else ()) for way in WAYS]
+    )
 
 
 class Killer:
@@ -63,7 +69,7 @@ def check_whole(summary, probe, victim: str, root: Path) -> None:
     assert processes_of(root) == []
 
 
-@ways
+@ways("memory")
 def test_kill_9_of_a_satellite_that_holds_a_lease(tmp_path: Path, way: str) -> None:
     """Its micro-batches go back and somebody else computes them. The satellite trains from the beginning, and never
     finishes: what it was leased first is still open when it dies, and there is no second time."""
@@ -84,6 +90,7 @@ def test_kill_9_of_a_satellite_that_holds_a_lease(tmp_path: Path, way: str) -> N
     assert left_in_memory(tmp_path) == []
 
 
+@pytest.mark.checked
 def test_kill_9_of_a_rollout_cell_with_running_calls(tmp_path: Path) -> None:
     ended = Counter()
 
@@ -96,7 +103,7 @@ def test_kill_9_of_a_rollout_cell_with_running_calls(tmp_path: Path) -> None:
     check_whole(summary, probe, victim, tmp_path)
 
 
-@ways
+@ways("disk")
 def test_kill_9_of_the_core_in_mid_step(tmp_path: Path, way: str) -> None:
     def when(event: ev.Event) -> str | None:
         return "cell-0#1" if isinstance(event, ev.Contributed) and event.step == 1 else None
@@ -128,7 +135,12 @@ def left_in_memory(root: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("number", "way"), [(signal.SIGKILL, "disk"), (signal.SIGKILL, "memory"), (signal.SIGINT, "memory")]
+    ("number", "way"),
+    [
+        (signal.SIGKILL, "disk"),
+        pytest.param(signal.SIGKILL, "memory", marks=pytest.mark.checked),
+        (signal.SIGINT, "memory"),
+    ],
 )
 def test_a_run_that_is_killed_whole_goes_on(tmp_path: Path, number: signal.Signals, way: str) -> None:
     """kill -9 and Ctrl-C in mid-step, then `gyre resume`: every group trains once, what had ended is not run again."""

@@ -74,6 +74,7 @@ def test_a_run_goes_through_with_cells_on_other_machines(tmp_path: Path, others:
         assert compared > 0.9 * sampled
 
 
+@pytest.mark.checked
 async def test_machines_are_looked_at_before_a_run(tmp_path: Path, others: Machines) -> None:
     context = ComponentContext(str(tmp_path), "run", address=others.address)
     launcher = MachinesLauncher(MachinesOptions(hosts=others.hosts, command=COMMAND, shell=False), context)
@@ -83,6 +84,7 @@ async def test_machines_are_looked_at_before_a_run(tmp_path: Path, others: Machi
     assert said.startswith(f"{others.hosts[1]}: it does not reach this machine"), said
 
 
+@pytest.mark.checked
 def test_a_machine_that_falls_silent_costs_its_cell_alone(tmp_path: Path, others: Machines) -> None:
     """No connection breaks, no process ends: its calls go on elsewhere, and the run comes to its end."""
     silent = others.hosts[2]

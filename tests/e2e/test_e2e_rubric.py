@@ -146,6 +146,7 @@ def recorded(folder: Path) -> tuple[list[ExecutionInfo], list[Any]]:
         return list(store.executions()), [ev.parse(event) for event in ev.read_log(directory.events)]
 
 
+@pytest.mark.checked
 def test_what_the_judge_says_arrives_in_the_store_and_the_advantage(tmp_path: Path) -> None:
     """It is away for the first two questions, mumbles at the third, and finds each second training letter kind."""
     kind = 0

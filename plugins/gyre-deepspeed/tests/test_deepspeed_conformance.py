@@ -77,6 +77,7 @@ class TestPublishing(Given, TrainerPublishing):
     """Every rank its shards, in every way."""
 
 
+@pytest.mark.slow  # zero1x1 and zero3x2, above, are in every check
 @pytest.mark.parametrize("way", ["zero1x2", "zero2x1", "zero2x2", "zero3x1"], scope="class")
 class TestWays(Given, TrainerArithmetic, AgainstReference):
     """What depends on the way."""

@@ -22,7 +22,11 @@ from gyre_megatron.options import MegatronTrainerOptions
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
 WHOLE = ["qwen3", "qwen3-tp2-pp2"]
-OTHERS = ["qwen3-dp2", "qwen3-tp2", "qwen3-pp2", "qwen3_untied-tp2-dp2", "qwen2-tp2", "llama3-pp3"]
+OTHERS = [
+    "qwen3_untied-tp2-dp2",
+    "llama3-pp3",
+    *(pytest.param(words, marks=pytest.mark.slow) for words in ("qwen3-dp2", "qwen3-tp2", "qwen3-pp2", "qwen2-tp2")),
+]
 """Tiny model, tensor-, pipeline- and data-parallel ranks."""
 RATE = 1e-3
 

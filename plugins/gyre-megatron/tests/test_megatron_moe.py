@@ -18,15 +18,18 @@ from gyre_megatron.options import MegatronTrainerOptions
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
 
-SPLITS: list[dict[str, Any]] = [
+CHECKED: list[dict[str, Any]] = [
     {},
+    {"expert_parallel": 2, "ranks": 4},
+    {"expert_parallel": 2, "pipeline_parallel": 2},
+]
+FURTHER: list[dict[str, Any]] = [
     {"pipeline_parallel": 2},
     {"ranks": 2},
     {"expert_parallel": 2},
-    {"expert_parallel": 2, "ranks": 4},
-    {"expert_parallel": 2, "pipeline_parallel": 2},
     {"expert_parallel": 4, "recompute": True},
 ]
+SPLITS = [*CHECKED, *(pytest.param(told, marks=pytest.mark.slow) for told in FURTHER)]
 
 
 @pytest.mark.parametrize("told", SPLITS, ids=lambda told: "-".join(f"{k}{v}" for k, v in told.items()) or "one")

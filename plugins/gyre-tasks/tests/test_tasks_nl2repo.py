@@ -335,7 +335,9 @@ def lay_out(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REQUIREMENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.checked if name == "unidecode" else ()) for name in REQUIREMENTS]
+)
 def test_original_half_and_empty(name, tmp_path):
     """On the original's sources nearly all; on a half exactly what pytest says; on nothing nothing."""
     pytest.importorskip("gyre_rl")
