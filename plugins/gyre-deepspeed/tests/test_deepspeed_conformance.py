@@ -67,7 +67,7 @@ class Given:
         return lambda: LocalTrainer(LocalTrainerOptions(learning_rate=RATE), context)
 
 
-@pytest.mark.parametrize("way", ["zero1x1", "zero3x2"], scope="class")
+@pytest.mark.parametrize("way", [pytest.param("zero1x1", marks=pytest.mark.slow), "zero3x2"], scope="class")
 class TestDeepSpeed(Given, TrainerConformance, AgainstReference):
     """Everything."""
 
@@ -77,7 +77,7 @@ class TestPublishing(Given, TrainerPublishing):
     """Every rank its shards, in every way."""
 
 
-@pytest.mark.slow  # zero1x1 and zero3x2, above, are in every check
+@pytest.mark.slow  # every check has zero3x2, above
 @pytest.mark.parametrize("way", ["zero1x2", "zero2x1", "zero2x2", "zero3x1"], scope="class")
 class TestWays(Given, TrainerArithmetic, AgainstReference):
     """What depends on the way."""

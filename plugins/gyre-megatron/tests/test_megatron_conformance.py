@@ -21,7 +21,7 @@ from gyre_megatron.options import MegatronTrainerOptions
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
-WHOLE = ["qwen3", "qwen3-tp2-pp2"]
+WHOLE = [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3-tp2-pp2"]
 OTHERS = [
     "qwen3_untied-tp2-dp2",
     "llama3-pp3",

@@ -22,7 +22,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from gyre_core.errors import ConfigError, InfrastructureError
-from gyre_core.settings import cache_folder
+from gyre_core.settings import cache_folder, inherited_environment
 
 COMPLETE = "complete.json"
 """Marker in an environment's folder, written last."""
@@ -194,10 +193,14 @@ def _lazy(step: tuple[str, ...]) -> tuple[str, ...]:
 
 def _call(spec: EnvironmentSpec, argv: list[str], log: Path, report: Callable[[str], None]) -> None:
     report(f"{spec.name}: {' '.join(argv[1:])[:160]}")
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with log.open("a", encoding="utf-8") as out:
         status = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, check=False, env=kept
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            check=False,
+            env=inherited_environment(),
         ).returncode
     if status != 0:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:])
