@@ -11,10 +11,12 @@ import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
-from gyre_core import ContextLengthError, FinishReason, GenerateChunk, GenerateRequest
+from gyre_core import ContextLengthError, FinishReason, GenerateChunk, GenerateRequest, InfrastructureError
 from gyre_rl.cell.calls import answer_call
+from gyre_rl.cell.host import ENGINE_GRACE_S
 from gyre_rl.cell.messages import CallBody
 from gyre_rl.procs.wire import authorised, serve, unpack
+from gyre_rl.proxy import backend
 from gyre_rl.proxy.backend import CallOver, CellBackend, Route, RouteAsk, first_prefix
 from gyre_tito import BackendError, GenerateCall, PromptTooLongError, Sampling
 
@@ -127,6 +129,66 @@ async def test_a_call_given_up_goes_on_elsewhere_with_its_tokens_and_both_versio
     assert [chunk.finish_reason for chunk in chunks][:-1] == [None] * (len(chunks) - 1)
     assert router.asks[1].prompt_tokens == 8
     assert router.overs[0].segments == 2
+
+
+class FailingEngine(CountingEngine):
+    """Its engine fails so often, each time after that many tokens."""
+
+    def __init__(self, times: int, after: int = 0) -> None:
+        super().__init__(3)
+        self.times, self.after = times, after
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        if self.times <= 0:
+            async for chunk in super().generate(request):
+                yield chunk
+            return
+        self.times -= 1
+        self.requests.append(request)
+        for i in range(self.after):
+            yield GenerateChunk((len(request.prompt_ids) + i,), (-0.5,), (3,))
+        raise InfrastructureError("sampling", got="a dead server")
+
+
+async def test_a_call_to_a_dead_engine_waits_for_another_cell(monkeypatch):
+    """The run needs some seconds to see it; the agent's client might not try so long."""
+    monkeypatch.setattr(backend, "FAULT_S", 0.001)
+    dead, living = FailingEngine(times=99), CountingEngine(4)
+    async with cell(dead) as one, cell(living) as two:
+        chunks = await collect(router := ScriptedRouter(one, one, one, two), call())
+    assert tokens(chunks) == list(range(5, 13))
+    assert (len(dead.requests), len(living.requests), router.overs[0].segments) == (3, 1, 1)
+    assert living.requests[0].sampling.seed is None, "nothing was sampled: the call is as it was"
+
+
+async def test_waits_for_a_dead_engine_outlast_its_cells_patience_with_it():
+    waits = [min(backend.FAULT_S * 2**n, backend.LONGEST_S) for n in range(backend.FAULTS - 1)]
+    assert sum(waits) > ENGINE_GRACE_S + 5  # its load is asked for every now and then, and it ends in order
+
+
+async def test_an_engine_that_fails_again_and_again_is_named(monkeypatch):
+    monkeypatch.setattr(backend, "FAULT_S", 0.001)
+    async with cell(engine := FailingEngine(times=99)) as url:
+        with pytest.raises(BackendError, match="a dead server"):
+            await collect(ScriptedRouter(url), call())
+    assert len(engine.requests) == backend.FAULTS
+
+
+async def test_a_long_prompt_is_not_computed_again_and_again(monkeypatch):
+    monkeypatch.setattr(backend, "FAULT_S", 0.001)
+    monkeypatch.setattr(backend, "QUICK_S", 0.0)
+    async with cell(engine := FailingEngine(times=99)) as url:
+        with pytest.raises(BackendError, match="a dead server"):
+            await collect(ScriptedRouter(url), call())
+    assert len(engine.requests) == 2
+
+
+async def test_what_a_failed_engine_sampled_is_not_continued(monkeypatch):
+    """Its last word may be that the weights were not those it told."""
+    async with cell(engine := FailingEngine(times=1, after=2)) as url:
+        with pytest.raises(BackendError, match="a dead server"):
+            await collect(router := ScriptedRouter(url), call())
+    assert (len(engine.requests), router.overs[0].sampled_tokens) == (1, 2)
 
 
 async def test_a_call_that_goes_on_draws_other_random_numbers_than_before():

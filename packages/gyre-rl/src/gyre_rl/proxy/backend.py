@@ -1,12 +1,15 @@
 """The engines as the proxy sees them: one backend that finds the cell for each call and follows it when it moves.
 
 Invariant: the tokens of a call are yielded once and in order, whichever cells sampled them. A call that a cell gives up
-(drain, move, role switch, death) goes on on the next cell from what was sampled; the agent sees one answer.
+(drain, move, role switch, death) goes on on the next cell from what was sampled; the agent sees one answer. A call that
+fails on a living cell before it sampled there is tried again, until the run has seen that the cell's engine is dead and
+routes it elsewhere; what was sampled on a cell whose engine then failed is not continued, for nobody vouches for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -21,6 +24,7 @@ from gyre_core import (
     GenerateChunk,
     GenerateRequest,
     GyreError,
+    InfrastructureError,
     SamplingParams,
 )
 from gyre_tito import BackendError, GenerateCall, PromptTooLongError, Sampling
@@ -32,6 +36,13 @@ from gyre_rl.cell.calls import CellRefusesError, call_cell
 MAX_TRIES = 60
 """Routes a call may take without sampling a token before it fails; drains and restarts cost a few each."""
 RETRY_S = 0.05
+FAULTS = 8
+"""Failures of engines before they sampled anything that end a call."""
+FAULT_S = 0.25
+LONGEST_S = 4.0
+"""Waits between them: `FAULT_S`, doubled each time up to this; together longer than a cell keeps a dead engine."""
+QUICK_S = 2.0
+"""A failure that took longer counts half of `FAULTS`: a long prompt is not computed again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +133,13 @@ class CellBackend:
         ask = RouteAsk(session, call.execution, len(call.prompt_ids), first_prefix(call))
         sampled: list[int] = []
         start = len(call.prompt_ids)
-        cached, segments, tries = 0, 0, 0
+        cached, segments, tries, faults = 0, 0, 0, _Faults()
         try:
             while True:
                 route = await self._router.route(replace(ask, prompt_tokens=len(call.prompt_ids) + len(sampled)))
                 ask = replace(ask, lost="", prefix=())
                 had = len(sampled)
+                faults.begin()
                 try:
                     async for chunk in call_cell(self._http, route.base_url, self._token, _continued(request, sampled)):
                         before = len(sampled)
@@ -147,6 +159,10 @@ class CellBackend:
                     ask = replace(ask, lost=route.cell)
                 except CellRefusesError:
                     pass  # it began to drain after the route was given; the next route knows
+                except InfrastructureError:
+                    if len(sampled) > had or not await faults.borne():
+                        raise
+                    continue
                 segments += len(sampled) > had
                 tries = 0 if len(sampled) > had else tries + 1
                 if len(sampled) >= request.sampling.max_tokens:
@@ -163,6 +179,26 @@ class CellBackend:
         finally:
             context = len(call.prompt_ids) + len(sampled)
             await self._router.over(CallOver(session, call.execution, context, cached, len(sampled), segments))
+
+
+@dataclass(slots=True)
+class _Faults:
+    """How an engine fails one call."""
+
+    count: int = 0
+    _began: float = 0.0
+
+    def begin(self) -> None:
+        """The call is sent."""
+        self._began = time.monotonic()
+
+    async def borne(self) -> bool:
+        """It failed: whether it may be sent again, after a while."""
+        self.count += 1 if time.monotonic() - self._began < QUICK_S else FAULTS // 2
+        if self.count >= FAULTS:
+            return False
+        await asyncio.sleep(min(FAULT_S * 2 ** (self.count - 1), LONGEST_S))
+        return True
 
 
 def _continued(request: GenerateRequest, sampled: list[int]) -> GenerateRequest:
