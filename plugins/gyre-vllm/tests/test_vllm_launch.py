@@ -28,7 +28,7 @@ from gyre_vllm.launch import ENVIRONMENT, Place, degrees, interpreter, launch_pl
 from gyre_vllm.metrics import PrefillSpeed, ServerLoad, read_metrics
 from gyre_vllm.options import VLLMOptions
 from gyre_vllm.process import KEEPER
-from gyre_vllm.server import warn_of_version
+from gyre_vllm.server import _sleeps, warn_of_version
 
 CPU = Place("127.0.0.1", 8000, 0, 2, 5)
 FAKE = Path(__file__).with_name("vllm_fake.py")
@@ -86,6 +86,29 @@ def test_degrees(given: dict[str, int], accelerators: int, want: tuple[int, int,
     assert (found.tensor, found.pipeline, found.data) == want
 
 
+def test_replicas_have_one_interface_so_that_an_abort_reaches_every_call() -> None:
+    plan = launch_plan(VLLMOptions(data_parallel=2), "/model", ("vllm", "serve"), Place("a", 1, accelerators=4))
+    assert value(plan.argv, "--data-parallel-size") == "2"
+    assert value(plan.argv, "--api-server-count") == "1"
+
+
+async def test_slots_are_those_of_all_replicas(served: Any, sources: list[WeightSource]) -> None:
+    server, engine = await served(start=False)
+    server.replicas = 3
+    await engine.start(sources[0])
+    assert (await engine.load()).slots_total == 12
+
+
+def test_a_server_with_a_connector_keeps_its_blocks_where_others_look_for_them() -> None:
+    """NIXL has told their addresses; sleep would unmap them."""
+    plan = launch_plan(VLLMOptions(transfers=True), "/model", ("vllm", "serve"), Place("a", 1, accelerators=1))
+    assert "--enable-sleep-mode" not in plan.argv
+    told = {"device": "cuda:0", "sleep_mode": True}
+    assert _sleeps(told, frozenset({"/sleep"}), ours=True)
+    assert not _sleeps(told | {"connector": True}, frozenset({"/sleep"}), ours=True)
+    assert not _sleeps({"device": "cpu", "connector": True}, frozenset(), ours=True)
+
+
 def test_no_memory_left_is_said() -> None:
     with pytest.raises(ConfigError, match="kept by training"):
         memory_share(VLLMOptions(gpu_memory_utilization=0.5, resident_gb=60.0, device_memory_gb=80.0))
@@ -96,6 +119,7 @@ def test_no_memory_left_is_said() -> None:
     [
         {"python": "p", "url": "http://x"}, {"url": "x:80"}, {"dtype": "int8"}, {"stream_tokens": 0},
         {"on_update": "?"}, {"max_context": -1}, {"sleep": "restart", "url": "http://x"}, {"resident_gb": 1.0},
+        {"sleep": "memory", "transfers": True},
         {"gpu_memory_utilization": 1.5},
     ],
 )  # fmt: skip

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 from gyre_core import ComponentContext, FinishReason, InfrastructureError, WeightSource
 from gyre_core.testing.support import load_module
+from gyre_vllm import state
 from gyre_vllm.engine import VLLMEngine
 from gyre_vllm.launch import SERVER_MODULES
 from gyre_vllm.options import VLLMOptions
@@ -130,6 +131,80 @@ async def test_a_sleep_that_cannot_be_undone_fails_the_engine(running: Any, ask:
         await engine.sleep()
     await assert_failed(ask, engine, "sleep failed", second.replace("-fails", " failed"))
     await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("change", ["update_weights", "sleep"])
+async def test_a_change_that_is_given_up_in_the_middle_fails_the_engine(
+    running: Any, ask: Any, sources: list[WeightSource], change: str
+) -> None:
+    """The server does what it was told all the same: to go on would sample under weights that nobody knows."""
+    server, engine, task = await running()
+    server.log.clear()
+    server.late.clear()
+    changing = asyncio.create_task(engine.update_weights(sources[1]) if change == "update_weights" else engine.sleep())
+    method = {"update_weights": "gyre_load", "sleep": "gyre_sleep"}[change]
+    while method not in server.log:
+        await asyncio.sleep(0.002)
+    changing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await changing
+    server.late.set()
+    server.most = 100
+    await assert_failed(ask, engine, "CancelledError")
+    if change == "update_weights":
+        with pytest.raises(InfrastructureError, match="CancelledError"):
+            await asyncio.wait_for(task, 60)
+    else:
+        assert (await task).finish is FinishReason.ABORT
+
+
+async def test_a_call_that_comes_while_the_engine_falls_asleep_does_not_wait_until_it_wakes(
+    running: Any, ask: Any, fake: ModuleType, sources: list[WeightSource]
+) -> None:
+    server, engine, task = await running()
+    server.log.clear()
+    server.late.clear()
+    sleeping = asyncio.create_task(engine.sleep())
+    while "gyre_sleep" not in server.log:
+        await asyncio.sleep(0.002)
+    late = asyncio.create_task(ask(engine, [9], 4, name="late"))
+    while len(engine._state.calls) == 0 or task in asyncio.all_tasks():
+        await asyncio.sleep(0.002)
+    server.late.set()
+    await sleeping
+    assert (await asyncio.wait_for(late, 60)).finish is FinishReason.ABORT
+    await engine.wake(sources[1])
+    await assert_serves(ask, fake, engine, 1, [9])
+
+
+async def test_a_call_that_the_server_has_not_read_yet_is_not_sampled_under_another_versions_name(
+    served: Any, ask: Any, fake: ModuleType, sources: list[WeightSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits in a connection, so no abort ends it, and there is no answer that could be closed."""
+    monkeypatch.setattr(state, "_TRIES", 2)
+    server, engine = await served({"control_timeout_s": 30.0})
+    server.reads.clear()
+    call = asyncio.create_task(ask(engine, [5, 6], 8, name="unread"))
+    while not server.bodies:
+        await asyncio.sleep(0.002)
+    await engine.update_weights(sources[1])
+    server.reads.set()
+    result = await asyncio.wait_for(call, 60)
+    ids = [5, 6]
+    for token in result.ids:
+        assert token == fake.token_after(ids, 11)
+        ids.append(token)
+    assert result.versions == [1] * 8
+    assert [body["cache_salt"] for body in server.bodies[-1:]] == [engine._state.salt]
+
+
+async def test_a_server_on_accelerators_that_an_earlier_life_left_asleep_is_woken(
+    served: Any, ask: Any, fake: ModuleType, sources: list[WeightSource]
+) -> None:
+    server, engine = await served(start=False)
+    server.device, server.asleep = "cuda:0", True
+    await engine.start(sources[0])
+    await assert_serves(ask, fake, engine, 0, [3])
 
 
 async def test_an_engine_that_was_paused_stays_so(running: Any, ask: Any, fake: ModuleType, sources: Any) -> None:

@@ -87,6 +87,13 @@ class FakeVLLM:
         self.room = asyncio.Event()
         """Cleared: requests that move KV wait, as on a server that is full."""
         self.room.set()
+        self.late = asyncio.Event()
+        """Cleared: workers wait before they load or sleep, whether or not anybody still listens."""
+        self.late.set()
+        self.reads = asyncio.Event()
+        """Cleared: calls are taken from their connections no more, and nobody knows of them."""
+        self.reads.set()
+        self.device, self.replicas = "cpu", 1
         self._names = itertools.count()
 
     async def start(self, port: int = 0) -> str:
@@ -95,7 +102,7 @@ class FakeVLLM:
             "/pause": self._pause, "/resume": self._resume, "/abort_requests": self._abort,
             "/update_weight_version": self._set_version, "/collective_rpc": self._rpc,
             "/reset_prefix_cache": self._forget, "/inference/v1/generate": self._generate,
-            "/v1/completions": self._complete,
+            "/v1/completions": self._complete, "/sleep": self._sleep, "/wake_up": self._wake,
         }  # fmt: skip
         get = {
             "/health": self._health, "/version": self._version, "/openapi.json": self._openapi,
@@ -114,7 +121,8 @@ class FakeVLLM:
         return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
 
     async def stop(self) -> None:
-        self.room.set()
+        for gate in (self.room, self.late, self.reads):
+            gate.set()
         self._ticker.cancel()
         await self._runner.cleanup()
 
@@ -183,6 +191,7 @@ class FakeVLLM:
             body["cache_salt"], how.get("stream_interval", 1),
             fetched=min(body.get("kv_transfer_params", {}).get("remote_num_tokens", 0), len(body["token_ids"]) - 1),
         )  # fmt: skip
+        await self.reads.wait()
         answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await answer.prepare(request)
         if call.fetched and "silent-source" in self.faults:  # waits for blocks that do not come, until nobody listens
@@ -322,7 +331,8 @@ class FakeVLLM:
 
     def _do_gyre_prepare(self) -> dict[str, Any]:
         return {
-            "device": "cpu", "vocab": VOCAB + 1 if "other-model" in self.faults else VOCAB, "max_context": CONTEXT,
+            "device": self.device, "data_parallel": self.replicas, "sleep_mode": True,
+            "vocab": VOCAB + 1 if "other-model" in self.faults else VOCAB, "max_context": CONTEXT,
             "max_running": self.slots, "counts": True, "connector": "connector" in self.faults,
             "takes": "takes" in self.faults,
             "kv_tokens": 4 * CONTEXT, "kv_bytes": 4 * CONTEXT * 8,
@@ -332,7 +342,16 @@ class FakeVLLM:
         calls = [*self.running, *self.waiting]
         return {"counts": {f"{call.id}-{i:08x}": len(call.sampled) for i, call in enumerate(calls) if call.sampled}}
 
+    async def _sleep(self, request: web.Request) -> web.Response:
+        self.asleep, self.weights = True, -1
+        return web.json_response({})
+
+    async def _wake(self, request: web.Request) -> web.Response:
+        self.asleep = False
+        return web.json_response({})
+
     async def _do_reload_weights(self, weights_path: str) -> None:
+        await self.late.wait()
         assert self.paused or not (self.running or self.waiting)
         assert not self.asleep
         if "load-fails" in self.faults:
@@ -343,7 +362,8 @@ class FakeVLLM:
         data = (Path(weights_path) / "model.safetensors").read_bytes()
         (self.weights,) = struct.unpack("<q", data[-8:])
 
-    def _do_gyre_sleep(self) -> dict[str, Any]:
+    async def _do_gyre_sleep(self) -> dict[str, Any]:
+        await self.late.wait()
         assert self.paused
         assert not self.running
         self.asleep, self.weights = True, -1

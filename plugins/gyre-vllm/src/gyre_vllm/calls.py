@@ -53,6 +53,8 @@ class RunningCall:
         self.stirred = asyncio.Event()
         """Something happened that a call waiting at the gate must see."""
         self.answer: aiohttp.ClientResponse | None = None
+        self.dropped = False
+        """Its present answer is to be closed, also one that has not begun."""
         self.transfer: dict[str, Any] | None = None
         """What its next segment is to fetch of its context's KV from another server."""
         self.taken = False
@@ -71,6 +73,7 @@ class RunningCall:
 
     def drop(self) -> None:
         """Close the present answer; its reader ends."""
+        self.dropped = True
         if self.answer is not None:
             self.answer.close()
 
@@ -143,7 +146,7 @@ async def run_segment(
     """Send what is left of the call and hand out its tokens. The last chunk has `finish` unless the call must go on in
     another segment. Raises InfrastructureError when the answer breaks off and nobody cut it."""
     segment = Segment(call, vocab)
-    done = len(call.sampled)
+    call.dropped, done = False, len(call.sampled)
     body = request_body(
         model, [*call.prompt, *call.sampled], call.request.sampling.rest(done), call.limit - done, salt,
         every=every, transfer=call.transfer, routed_from=call.routed_from,
@@ -155,6 +158,9 @@ async def run_segment(
             client.stream(body, call.server_id, call.doing) as answer,
         ):
             call.answer = answer
+            if call.dropped:  # what it would bring was sampled under weights that are not the ones it is told for
+                answer.close()
+                raise ConnectionAbortedError("dropped before its answer began")
             async for data in answer.content.iter_any():
                 patience.reschedule(None)
                 progress()

@@ -77,8 +77,7 @@ class Changes:
             if load:
                 if not server.facts.connector:
                     await server.client.pause("abort")
-                if server.facts.asleep:
-                    await server.client.rpc("gyre_wake")
+                await self._left_asleep(server)
                 await self._load(server, source)
                 await server.client.forget_prefixes()
             await server.client.set_version(source.version)
@@ -94,6 +93,13 @@ class Changes:
         state.phase = Phase.READY
         state.open.set()
         self._watch = asyncio.create_task(self._watching(server))
+
+    async def _left_asleep(self, server: Server) -> None:
+        """Take back the memory that an earlier life of the cell let the server give back."""
+        if server.facts.asleep:
+            await server.client.rpc("gyre_wake")
+        elif server.facts.sleeps and server.facts.device.startswith("cuda"):  # does not tell, minds no second time
+            await server.client.ask("POST", "/wake_up", timeout_s=self._options.start_timeout_s)
 
     async def close(self) -> None:
         """See `VLLMEngine.close`."""
@@ -297,6 +303,19 @@ class Changes:
             self._state.epoch += int(server.facts.connector)
             await self._restore(server, f"loading policy version {source.version}", error, self._load)
             raise
+        except BaseException as error:
+            self._unheard(f"loading policy version {source.version}", error)
+            raise
+
+    def _unheard(self, doing: str, error: BaseException) -> None:
+        """Nobody waited for the server's answer, which does what it was told all the same: the engine has failed."""
+        self._state.fail(
+            InfrastructureError(
+                doing,
+                got=f"{type(error).__name__} before the server had answered",
+                expected="an answer, to know its weights",
+            )
+        )
 
     async def _restore(
         self,
@@ -341,7 +360,7 @@ class Changes:
                         raise
                     log.warning("vLLM falls asleep by being ended; its next wake is a start: %s", error)
             await self._down()
-            state.phase = Phase.ASLEEP
+            self._asleep()
 
     async def _lie_down(self, server: Server, way: str) -> None:
         state = self._state
@@ -357,7 +376,13 @@ class Changes:
                 state.paused = not server.facts.connector
             else:
                 await self._down()
-            state.phase = Phase.ASLEEP
+            self._asleep()
+
+    def _asleep(self) -> None:
+        """Calls that came meanwhile end too: whoever made them is not to wait until it wakes."""
+        self._state.phase = Phase.ASLEEP
+        for call in list(self._state.calls):
+            call.abort()
 
     async def _give_back(self, server: Server) -> None:
         """Weights and KV; on failure they are whole again before it raises, or the engine has failed."""
@@ -371,6 +396,9 @@ class Changes:
         except InfrastructureError as error:
             self._state.epoch += 1  # what the blocks held may be gone
             await self._restore(server, "putting vLLM to sleep", error, self._take_back)
+            raise
+        except BaseException as error:
+            self._unheard("putting vLLM to sleep", error)
             raise
 
     async def wake(self, source: WeightSource) -> None:

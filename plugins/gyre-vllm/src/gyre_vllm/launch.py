@@ -124,6 +124,8 @@ def launch_plan(options: VLLMOptions, model: str, start: tuple[str, ...], place:
     for flag, size in (("tensor", sizes.tensor), ("pipeline", sizes.pipeline), ("data", sizes.data)):
         if size > 1:
             words += [f"--{flag}-parallel-size", str(size)]
+    if sizes.data > 1:  # left alone vLLM starts one for each replica, and an abort reaches the calls of one alone
+        words += ["--api-server-count", "1"]
     if options.expert_parallel:
         words.append("--enable-expert-parallel")
     if options.routed_experts:
@@ -160,7 +162,8 @@ def _memory_words(options: VLLMOptions, place: Place) -> list[str]:
     size = options.kv_cache_gb or (0.0 if place.accelerators else 1.0)
     words = ["--kv-cache-memory-bytes", str(int(size * GIB))] if size else []
     if place.accelerators:
-        words += ["--gpu-memory-utilization", str(memory_share(options)), "--enable-sleep-mode"]
+        words += ["--gpu-memory-utilization", str(memory_share(options))]
+        words += [] if options.transfers else ["--enable-sleep-mode"]
     return words
 
 

@@ -59,7 +59,8 @@ class VLLMOptions:
     """Calls that run through a change of weights: "keep" their KV, or "recompute" all of it under the new weights."""
     sleep: str = "auto"
     """How memory is given back: "memory" inside the running server (sleep mode on accelerators, our worker extension on
-    a CPU), "restart" ends the server and starts it again, "auto" takes the first that the server offers."""
+    a CPU; neither with `transfers`, whose connector needs its blocks where they are), "restart" ends the server and
+    starts it again, "auto" takes the first that the server offers."""
     routed_experts: bool = False
     """Let the server return the experts each token was routed to."""
     transfers: bool = False
@@ -90,6 +91,8 @@ class VLLMOptions:
             raise ValueError(_wrong("host", repr(self.host), "an address that servers of other cells can be told"))
         if self.url and self.sleep == "restart":
             raise ValueError(_wrong("sleep", "'restart' for a server that is not ours", "'auto' or 'memory'"))
+        if self.transfers and self.sleep == "memory":
+            raise ValueError(_wrong("sleep", "'memory' with transfers", "'auto' or 'restart': NIXL keeps KV in place"))
         if min(self.max_context, self.kv_cache_gb, self.resident_gb, self.device_memory_gb, self.tensor_parallel) < 0:
             raise ValueError(_wrong("sizes", "a negative number", "0 or more"))
         if self.gpu_memory_utilization > 1:

@@ -160,7 +160,8 @@ async def probe(client: ServerClient, options: VLLMOptions) -> Facts:
     if not ours:
         told = await _configuration(client)
     device = str(told.get("device", "unknown"))
-    kv_tokens, max_running = int(told.get("kv_tokens", 0)), int(told.get("max_running", options.max_running))
+    replicas = max(1, int(told.get("data_parallel", options.data_parallel)))
+    kv_tokens, max_running = int(told.get("kv_tokens", 0)), replicas * int(told.get("max_running", options.max_running))
     return Facts(
         version=version,
         model=model if options.url else MODEL_NAME,
@@ -171,14 +172,24 @@ async def probe(client: ServerClient, options: VLLMOptions) -> Facts:
         extension=ours,
         counts=bool(told.get("counts")),
         device=device,
-        sleeps=(device.startswith("cuda") and "/sleep" in paths and bool(told.get("sleep_mode")))
-        or (ours and device == "cpu" and not told.get("connector")),
+        sleeps=_sleeps(told, paths, ours),
         connector=bool(told.get("connector")),
         takes=bool(told.get("takes")),
         asleep=bool(told.get("asleep")),
         kv_tokens=kv_tokens or max_context * max_running,
         kv_token_bytes=int(told.get("kv_bytes", 0)) // kv_tokens if kv_tokens else 0,
     )
+
+
+def _sleeps(told: dict[str, Any], paths: frozenset[str], ours: bool) -> bool:
+    """Whether the server can give its memory back and live. Not with a connector, which told others where its blocks
+    are: asleep they would be gone, and elsewhere afterwards."""
+    device = str(told.get("device"))
+    if told.get("connector"):
+        return False
+    if device.startswith("cuda"):
+        return "/sleep" in paths and bool(told.get("sleep_mode"))
+    return ours and device == "cpu"
 
 
 async def _workers(client: ServerClient) -> dict[str, Any]:
@@ -206,6 +217,7 @@ async def _configuration(client: ServerClient) -> dict[str, Any]:
         "device": config.get("device_config", {}).get("device", "unknown"),
         "logprobs": config.get("model_config", {}).get("logprobs_mode", "raw_logprobs"),
         "max_running": config.get("scheduler_config", {}).get("max_num_seqs", 0),
+        "data_parallel": config.get("parallel_config", {}).get("data_parallel_size", 1),
         "sleep_mode": config.get("model_config", {}).get("enable_sleep_mode", False),
         "connector": config.get("kv_transfer_config") is not None,
     }

@@ -49,6 +49,7 @@ class GyreWorker:
             "vocab": int(self.vllm_config.model_config.get_vocab_size()),
             "max_context": int(self.vllm_config.model_config.max_model_len),
             "max_running": int(self.vllm_config.scheduler_config.max_num_seqs),
+            "data_parallel": int(self.vllm_config.parallel_config.data_parallel_size),
             "sleep_mode": bool(self.vllm_config.model_config.enable_sleep_mode),
             "counts": _counts(runner) is not None,
             "connector": transfer is not None,
