@@ -109,6 +109,14 @@ def test_a_server_with_a_connector_keeps_its_blocks_where_others_look_for_them()
     assert not _sleeps({"device": "cpu", "connector": True}, frozenset(), ours=True)
 
 
+@pytest.mark.parametrize("given", [{"tensor_parallel": 3}, {"resident_gb": 90.0, "device_memory_gb": 96.0}])
+def test_a_plan_that_cannot_be_is_refused_before_anything_starts(given: dict[str, Any], tmp_path: Path) -> None:
+    context = ComponentContext(str(tmp_path), "check", device="cuda", accelerators=4)
+    with pytest.raises(ConfigError, match="planning the vLLM server"):
+        VLLMEngine(VLLMOptions(**given), context)
+    VLLMEngine(VLLMOptions(url="http://node7:8000", **given), context)
+
+
 def test_no_memory_left_is_said() -> None:
     with pytest.raises(ConfigError, match="kept by training"):
         memory_share(VLLMOptions(gpu_memory_utilization=0.5, resident_gb=60.0, device_memory_gb=80.0))

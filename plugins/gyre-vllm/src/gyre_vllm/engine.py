@@ -37,9 +37,10 @@ from gyre_core import (
 from gyre_vllm.calls import Cut, RunningCall, run_segment
 from gyre_vllm.changes import Changes
 from gyre_vllm.handover import Arrivals, Contexts, connected, export_session, import_session, take_session
+from gyre_vllm.launch import degrees, memory_share
 from gyre_vllm.metrics import PrefillSpeed
 from gyre_vllm.options import VLLMOptions
-from gyre_vllm.server import Server
+from gyre_vllm.server import Server, accelerators_of
 from gyre_vllm.state import EngineState, Phase
 
 
@@ -52,6 +53,9 @@ class VLLMEngine:
 
     def __init__(self, options: VLLMOptions | None, context: ComponentContext) -> None:
         self.options = options or VLLMOptions()
+        if not self.options.url:  # said by `gyre check`, and not by a cell that starts
+            degrees(self.options, accelerators_of(context))
+            memory_share(self.options)
         self._state = EngineState()
         self._changes = Changes(self.options, context, self._state)
         self._names = itertools.count()

@@ -93,7 +93,7 @@ async def launch(options: VLLMOptions, context: ComponentContext, model: str, li
             await client.close()
             raise
     start = interpreter(options, context.base_dir)
-    accelerators = context.accelerators or int(context.device != "cpu")
+    accelerators = accelerators_of(context)
     seed = seed_of(context.seed, f"{context.name} {life}")
     place = place_of(options, context.address, accelerators, context.threads, seed)
     plan = launch_plan(options, model, start, place)
@@ -113,6 +113,11 @@ def machine_of(url: str, address: str) -> str:
     """The machine of a running server, seen from this one, whose own address for others is `address`."""
     host = urlsplit(url).hostname or ""
     return address if is_loopback(host) else host
+
+
+def accelerators_of(context: ComponentContext) -> int:
+    """Of the cell; 0 means CPU."""
+    return context.accelerators or int(context.device != "cpu")
 
 
 def place_of(options: VLLMOptions, address: str, accelerators: int, threads: int, seed: int) -> Place:
