@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from gyre_core import EngineCapability, PluginManager
 from gyre_rl.cli.offers import engine_problems, expert_problems, make_engine, missing, objective_problems
 from gyre_rl.config import PluginChoice, RunConfig
@@ -44,6 +45,17 @@ def test_the_engine_is_made_and_not_started() -> None:
     engine = make_engine(RUN, PluginManager.installed())
     assert engine.version == -1
     assert EngineCapability.KV_MOVE in engine.capabilities
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("options", [{}, {"url": "http://node7:8000"}], ids=["ours", "running"])
+def test_servers_that_are_to_tell_experts_and_to_sleep_are_not_refused(name: str, options: dict[str, str]) -> None:
+    """They are asked before there is a server."""
+    pytest.importorskip(f"gyre_{name}")
+    engine = PluginChoice(name, {**options, "routed_experts": True})
+    config = replace(RUN, engine=engine, model=replace(RUN.model, routed_experts=True))
+    offered = make_engine(config, PluginManager.installed()).capabilities
+    assert not [*engine_problems(config, offered), *expert_problems(config, offered)]
 
 
 @dataclass(frozen=True)

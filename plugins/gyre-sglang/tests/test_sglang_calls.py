@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from gyre_core import (
     CapabilityError,
+    ComponentContext,
     ContextLengthError,
     EngineCapability,
     FinishReason,
@@ -16,6 +17,8 @@ from gyre_core import (
     WeightSource,
 )
 from gyre_core.testing.engine_rig import Watched, call, eventually, is_idle, request_of
+from gyre_sglang.engine import SGLangEngine
+from gyre_sglang.options import DETERMINISTIC, SGLangOptions
 
 PROMPT = list(range(40))
 
@@ -247,6 +250,31 @@ async def test_pauses(engine_of: Any) -> None:
     assert (await ended.task).finish is FinishReason.ABORT
     await engine.resume()
     assert len((await call(engine, PROMPT, 5)).ids) == 5
+
+
+async def test_a_running_server_that_an_earlier_life_left_paused_goes_on(
+    engine_of: Any, version: Any, context: ComponentContext
+) -> None:
+    """A cell that is killed while it loads weights leaves it so; it answers every question and samples nothing."""
+    first, fake = await engine_of()
+    fake.paused = True
+    second = SGLangEngine(SGLangOptions(url=first.options.url), context)
+    await second.start(version(1))
+    try:
+        async with asyncio.timeout(60):
+            assert len((await call(second, PROMPT, 3, name="after")).ids) == 3
+    finally:
+        await second.close()
+
+
+def test_before_its_start_an_engine_offers_what_it_was_told_to(context: ComponentContext) -> None:
+    """Whoever checks a run asks before there is a server."""
+    kinds = EngineCapability
+    running = SGLangOptions(url="http://node7:30000", routed_experts=True)
+    assert SGLangEngine(running, context).capabilities == {kinds.PAUSE, kinds.SLEEP, kinds.ROUTED_EXPERTS}
+    ours = SGLangOptions(arguments=(DETERMINISTIC,))
+    assert SGLangEngine(ours, context).capabilities == {kinds.PAUSE, kinds.SLEEP, kinds.SEED}
+    assert SGLangEngine(SGLangOptions(), context).capabilities == {kinds.PAUSE, kinds.SLEEP}
 
 
 async def test_flushing_forgets_even_while_calls_run(engine_of: Any) -> None:

@@ -161,7 +161,7 @@ async def test_calls_do_not_wait_for_a_server_that_does_not_go_on(engine_of: Any
     engine, fake = await engine_of()
     running = Watched(engine, request_of(PROMPT, 900, name="a"))
     await running.until(2)
-    fake.fault = "refuse:/continue_generation:1"
+    fake.fault = "refuse:/continue_generation:2"
     await engine.update_weights(version(1))
     with pytest.raises(InfrastructureError, match="continue_generation"):
         await running.task

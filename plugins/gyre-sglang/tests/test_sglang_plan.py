@@ -45,7 +45,8 @@ def test_a_plan_for_accelerators() -> None:
     assert made.spare_argv == ()
     assert made.env["PYTHONPATH"] == str(SERVER_SIDE)
     assert made.env["GYRE_SGLANG_ORDERS"] == "/o"
-    assert found["--custom-weight-loader"] == LOADER
+    assert "--custom-weight-loader" not in found, "it gives tensors to no replicas: they load from disk"
+    assert flags(plan(tp=8).argv)["--custom-weight-loader"] == LOADER
 
 
 def test_a_plan_for_a_cpu() -> None:

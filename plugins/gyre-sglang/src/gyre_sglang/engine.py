@@ -36,7 +36,7 @@ from gyre_sglang.launch import Server, Starter
 from gyre_sglang.load import read_load
 from gyre_sglang.loading import TornError, load_version, tearing
 from gyre_sglang.no_kv import NoKV
-from gyre_sglang.options import SGLangOptions
+from gyre_sglang.options import DETERMINISTIC, SGLangOptions
 from gyre_sglang.weights import COLLECTIVE, Prepared, Shapes, fitting, open_source, prepare, shapes_of, whole_of
 
 log = logging.getLogger("gyre.sglang")
@@ -71,14 +71,16 @@ class SGLangEngine(NoKV):
 
     @property
     def capabilities(self) -> frozenset[EngineCapability]:
-        """What it offers; before the start, what is known by then."""
-        kinds = EngineCapability
+        """What it offers; before `start` what it offers unless the server turns out to lack it."""
+        kinds, options = EngineCapability, self.options
+        facts = None if self._server is None else self._server.facts
         found = {kinds.PAUSE}
-        if not self.options.url or (self._server is not None and self._server.facts.memory_saver):
+        if not options.url or facts is None or facts.memory_saver:
             found.add(kinds.SLEEP)
-        if self._server is not None:
-            found |= {kinds.ROUTED_EXPERTS} if self._server.facts.routed_experts else set()
-            found |= {kinds.SEED} if self._server.facts.deterministic else set()
+        if options.routed_experts if facts is None else facts.routed_experts:
+            found.add(kinds.ROUTED_EXPERTS)
+        if DETERMINISTIC in options.arguments if facts is None else facts.deterministic:
+            found.add(kinds.SEED)
         return frozenset(found)
 
     @property

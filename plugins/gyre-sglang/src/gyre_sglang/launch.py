@@ -218,6 +218,7 @@ class Starter:
         client = Client(self._options.url, self._context.name, self._options.api_key)
         try:
             server = Server(client, await self._facts(client), self._options, None)
+            await server.proceed()  # an earlier life of this cell may have left it paused, and it answers all the same
             body = {"model_path": str(Path(source.location).resolve()), "weight_version": str(source.version)}
             await client.post("/update_weights_from_disk", body, self._options.weights_timeout_s)
             return server

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 WRITTEN_FOR = "0.5.23"
 """The SGLang release whose interface this package was written and tested against."""
+DETERMINISTIC = "--enable-deterministic-inference"
+"""What lets a server honour seeds, given in `arguments`."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ON_UPDATE = ("keep", "recompute")
 

@@ -65,7 +65,8 @@ def launch_plan(
     flags += ["--ep-size", str(options.ep)] if options.ep > 1 else []
     flags += ["--enable-return-routed-experts"] if options.routed_experts else []
     flags += _sharing(options, shared, cpu)
-    flags += [] if options.command else ["--custom-weight-loader", LOADER]
+    if not options.command and options.dp == 1:  # SGLang gives tensors to no replicas: they load versions from disk
+        flags += ["--custom-weight-loader", LOADER]
     flags += ["--api-key", options.api_key] if options.api_key else []
     flags += ["--device", "cpu", "--attention-backend", "torch_native"] if cpu else ["--enable-memory-saver"]
     flags += ["--sleep-on-idle"] if cpu else []  # its scheduler else spins on a core that others need
