@@ -298,6 +298,7 @@ async def test_experts_of_prompts_and_answers_are_kept_as_transformers_chooses_t
     assert torch.equal(ours.sort(-1).values, rows[known].sort(-1).values)
 
 
+@pytest.mark.slow  # fifty turns of a tiny model, and a small one's tokens, are in every check
 async def test_fifty_turns_of_a_real_small_model_on_vllm(on_vllm: Served, tmp_path: Path) -> None:
     hold(on_vllm, await play(on_vllm, tmp_path))
 

@@ -284,7 +284,7 @@ async def test_a_command_line_agent_does_its_task(tmp_path, name):
     played.hold(cli.dialect)
 
 
-@pytest.mark.parametrize("name", CLIS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "mini" else pytest.mark.slow) for n in CLIS])
 async def test_a_command_line_agent_with_a_real_small_model(smollm, tmp_path, name):
     harness, sandbox = cli_harness(tmp_path, CLIS[name])
     limits = Limits(max_turns=2, max_call_tokens=48, wall_s=1200)

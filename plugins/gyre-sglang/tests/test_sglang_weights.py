@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from gyre_core import CapabilityError, ComponentContext, InfrastructureError, WeightSource
 from gyre_core.testing.engine_rig import Watched, call, request_of
+from gyre_sglang import loading
 from gyre_sglang.engine import SGLangEngine
 from gyre_sglang.options import SGLangOptions
 from gyre_sglang.weights import Meeting, read_meeting
@@ -146,6 +150,34 @@ async def test_a_delta_on_another_version_than_the_one_held_is_loaded_whole(
         await engine.update_weights(later)
         assert json.loads((engine._server.orders / "order.json").read_text())["all"] is True
     await engine.close()
+
+
+async def test_a_whole_version_that_nobody_waits_for_any_more_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that makes it out of a delta cannot be stopped."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def make(prepared: Any) -> Path:
+        begun.set()
+        go_on.wait(60)
+        folder = tmp_path / "root" / "v1"
+        folder.mkdir(parents=True)
+        return folder
+
+    monkeypatch.setattr(loading, "materialise", make)
+    prepared = SimpleNamespace(meeting=None, source=WeightSource(1, "/", "delta"))
+    task = asyncio.create_task(loading.load_version(SimpleNamespace(orders=None), prepared))  # type: ignore[arg-type]
+    while not begun.is_set():
+        await asyncio.sleep(0.002)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (makes,) = (each for each in asyncio.all_tasks() if each is not asyncio.current_task())
+    go_on.set()
+    await makes
+    await asyncio.sleep(0)
+    assert not (tmp_path / "root").exists()
 
 
 async def test_a_group_needs_our_loader(engine_of: Any) -> None:

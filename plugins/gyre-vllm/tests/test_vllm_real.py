@@ -51,6 +51,7 @@ async def kill(engine: Any) -> None:
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow  # every check has it with a stand-in, and with a real SGLang
 async def test_a_server_that_dies_asleep_is_followed_by_another(
     vllm_python: str, tiny_sources: list[WeightSource], context: ComponentContext
 ) -> None:

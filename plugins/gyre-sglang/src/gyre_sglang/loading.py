@@ -63,7 +63,7 @@ async def load_version(server: Server, prepared: Prepared) -> None:
             expected=f"--custom-weight-loader {LOADER}", fix="Let Gyre start it, or publish versions to a folder.",
         )  # fmt: skip
     elif prepared.source.kind == "delta":
-        folder = await asyncio.to_thread(materialise, prepared)
+        folder = await _materialised(prepared)
         try:
             await _from_disk(server, prepared, str(folder))
         finally:
@@ -78,6 +78,21 @@ async def load_version(server: Server, prepared: Prepared) -> None:
             got=f"version {info.get('weight_version')}", expected=f"version {prepared.source.version}",
             fix="Does somebody else update this server?",
         )  # fmt: skip
+
+
+async def _materialised(prepared: Prepared) -> Path:
+    """`materialise` in a thread; what it makes goes when nobody waits for it any more."""
+    making = asyncio.ensure_future(asyncio.to_thread(materialise, prepared))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_discard)
+        raise
+
+
+def _discard(made: asyncio.Future[Path]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        shutil.rmtree(made.result().parent, ignore_errors=True)
 
 
 async def _from_disk(server: Server, prepared: Prepared, folder: str) -> None:

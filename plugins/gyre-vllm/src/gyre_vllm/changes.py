@@ -24,11 +24,11 @@ from gyre_vllm.loading import load_version, require_loadable, require_members, r
 from gyre_vllm.options import VLLMOptions
 from gyre_vllm.server import Server, launch
 from gyre_vllm.state import EngineState, Phase
+from gyre_vllm.watch import watch
 from gyre_vllm.weights import COLLECTIVE, ModelVersion, read_version, require_same
 from gyre_vllm.wire import ID_PREFIX
 
 log = logging.getLogger("gyre.vllm")
-_WATCH_S = 0.5
 
 
 class Changes:
@@ -92,7 +92,7 @@ class Changes:
         self._enter(source)
         state.phase = Phase.READY
         state.open.set()
-        self._watch = asyncio.create_task(self._watching(server))
+        self._watch = asyncio.create_task(watch(state, server, self._options.stall_s))
 
     async def _left_asleep(self, server: Server) -> None:
         """Take back the memory that an earlier life of the cell let the server give back."""
@@ -125,31 +125,6 @@ class Changes:
                 await server.client.resume()
         state.paused = False
         await server.end()
-
-    async def _watching(self, server: Server) -> None:
-        """Notice that the server died or hangs, and say so once."""
-        state = self._state
-        while True:
-            await asyncio.sleep(_WATCH_S)
-            if state.phase is Phase.ASLEEP:
-                continue  # nobody needs it now; `wake` looks whether it still lives
-            if not server.alive:
-                state.fail(InfrastructureError("running vLLM", got=server.story(), expected="a live server"))
-                return
-            running = any(not call.at_rest.is_set() for call in state.calls)
-            quiet = time.monotonic() - state.progress
-            if not running or not state.open.is_set():
-                state.note_progress()
-            elif quiet > self._options.stall_s:
-                state.fail(
-                    InfrastructureError(
-                        "running vLLM",
-                        got=f"no token for any call in {quiet:.0f} s; {server.story()}",
-                        expected="tokens",
-                        fix="It hangs. Raise stall_s if prompts take longer than that.",
-                    )
-                )
-                return
 
     # -- pause -------------------------------------------------------------------------------------------------------
 
