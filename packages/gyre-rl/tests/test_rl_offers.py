@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from gyre_core import EngineCapability, PluginManager
-from gyre_rl.cli.offers import engine_problems, expert_problems, make_engine, missing, objective_problems
-from gyre_rl.config import PluginChoice, RunConfig
+from gyre_rl.cli.offers import (
+    engine_problems,
+    expert_problems,
+    make_engine,
+    missing,
+    objective_problems,
+    offered_by,
+    require_offers,
+)
+from gyre_rl.config import PluginChoice, RunConfig, RunConfigError
 from gyre_rl.config.schema import CellsConfig, ModelConfig, SchedulerConfig
 
 EVERYTHING = frozenset(EngineCapability)
@@ -56,6 +65,24 @@ def test_servers_that_are_to_tell_experts_and_to_sleep_are_not_refused(name: str
     config = replace(RUN, engine=engine, model=replace(RUN.model, routed_experts=True))
     offered = make_engine(config, PluginManager.installed()).capabilities
     assert not [*engine_problems(config, offered), *expert_problems(config, offered)]
+
+
+class Running:
+    """An engine on a server that runs already, and lacks what it was said to have."""
+
+    capabilities = EVERYTHING
+
+    async def look(self) -> frozenset[EngineCapability]:
+        return EVERYTHING - {EngineCapability.SLEEP}
+
+
+def test_a_server_that_runs_already_is_asked_by_the_machine_that_will_use_it() -> None:
+    plugins: Any = SimpleNamespace(create=lambda *_: Running())
+    with pytest.raises(RunConfigError, match="cannot give its memory back"):
+        require_offers(RUN, plugins)
+    assert EngineCapability.SLEEP not in offered_by(RUN, plugins, ask=True)
+    assert EngineCapability.SLEEP in offered_by(RUN, plugins, ask=False), "`gyre check --elsewhere`"
+    assert EngineCapability.SLEEP in offered_by(replace(RUN, launcher=PluginChoice("machines")), plugins, ask=True)
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,18 @@ def test_before_its_start_an_engine_offers_what_it_was_told_to(context: Componen
     assert SGLangEngine(SGLangOptions(), context).capabilities == {kinds.PAUSE, kinds.SLEEP}
 
 
+async def test_a_running_server_is_asked_what_it_can_do_before_a_run(engine_of: Any, context: ComponentContext) -> None:
+    kinds = EngineCapability
+    for can, found in ((False, {kinds.PAUSE}), (True, {kinds.PAUSE, kinds.SLEEP, kinds.ROUTED_EXPERTS})):
+        serving, fake = await engine_of(memory_saver=can, experts=can)
+        asked = fake.counts.copy()
+        other = SGLangEngine(SGLangOptions(url=serving.options.url, routed_experts=True), context)
+        assert await other.look() == found
+        assert {path for path in fake.counts if fake.counts[path] != asked[path]} <= {"/server_info"}
+    with pytest.raises(InfrastructureError, match=r"127\.0\.0\.1:9"):
+        await SGLangEngine(SGLangOptions(url="http://127.0.0.1:9"), context).look()
+
+
 async def test_flushing_forgets_even_while_calls_run(engine_of: Any) -> None:
     engine, _ = await engine_of()
     await call(engine, PROMPT, 3, name="fill")

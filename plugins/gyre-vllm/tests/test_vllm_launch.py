@@ -16,6 +16,7 @@ import pytest
 from gyre_core import (
     ComponentContext,
     ConfigError,
+    EngineCapability,
     FinishReason,
     InfrastructureError,
     Kind,
@@ -97,6 +98,21 @@ async def test_slots_are_those_of_all_replicas(served: Any, sources: list[Weight
     server.replicas = 3
     await engine.start(sources[0])
     assert (await engine.load()).slots_total == 12
+
+
+async def test_a_running_server_is_asked_what_it_can_do_before_a_run(served: Any, context: ComponentContext) -> None:
+    server, engine = await served({"routed_experts": True, "transfers": True}, start=False)
+    kinds = EngineCapability
+    assert {kinds.ROUTED_EXPERTS, kinds.KV_HANDOVER} <= engine.capabilities, "as long as nobody has asked"
+    assert await engine.look() == {kinds.PAUSE, kinds.SEED, kinds.SLEEP}
+    server.experts = True
+    server.faults.add("connector")
+    assert await engine.look() == {kinds.PAUSE, kinds.SEED, kinds.ROUTED_EXPERTS, kinds.KV_HANDOVER}
+    assert server.log == ["gyre_prepare"] * 2, "and nothing else is done to it"
+    ours = VLLMEngine(VLLMOptions(), context)
+    assert await ours.look() == ours.capabilities
+    with pytest.raises(InfrastructureError, match=r"127\.0\.0\.1:9"):
+        await VLLMEngine(VLLMOptions(url="http://127.0.0.1:9"), context).look()
 
 
 def test_a_server_with_a_connector_keeps_its_blocks_where_others_look_for_them() -> None:

@@ -332,6 +332,7 @@ class FakeVLLM:
     def _do_gyre_prepare(self) -> dict[str, Any]:
         return {
             "device": self.device, "data_parallel": self.replicas, "sleep_mode": True,
+            "experts": self.experts,
             "vocab": VOCAB + 1 if "other-model" in self.faults else VOCAB, "max_context": CONTEXT,
             "max_running": self.slots, "counts": True, "connector": "connector" in self.faults,
             "takes": "takes" in self.faults,

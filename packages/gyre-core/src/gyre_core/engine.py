@@ -161,7 +161,11 @@ class WeightSource:
 
 
 class Engine(KVHolder, Protocol):
-    """An inference engine on one cell. All methods may be called from one event loop concurrently."""
+    """An inference engine on one cell. All methods may be called from one event loop concurrently.
+
+    It may also have `async look() -> frozenset[EngineCapability]`: what it will offer, as a server that runs already
+    says when it is asked. It is called before `start`, on an engine that is then thrown away, and starts nothing.
+    """
 
     @property
     def capabilities(self) -> frozenset[EngineCapability]:

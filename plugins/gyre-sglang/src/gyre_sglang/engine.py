@@ -31,7 +31,7 @@ from gyre_core import (
 from gyre_sglang.calls import Call, checked, chunk_of
 from gyre_sglang.client import dead
 from gyre_sglang.driver import Counters, Driver
-from gyre_sglang.facts import ModelFacts, read_model
+from gyre_sglang.facts import ModelFacts, ServerFacts, read_model
 from gyre_sglang.launch import Server, Starter
 from gyre_sglang.load import read_load
 from gyre_sglang.loading import TornError, load_version, tearing
@@ -72,8 +72,15 @@ class SGLangEngine(NoKV):
     @property
     def capabilities(self) -> frozenset[EngineCapability]:
         """What it offers; before `start` what it offers unless the server turns out to lack it."""
+        return self._offered(None if self._server is None else self._server.facts)
+
+    async def look(self) -> frozenset[EngineCapability]:
+        """What it will offer: a server that runs already is asked, which changes nothing. InfrastructureError when it
+        is not there, ConfigError when it runs in a way that this engine cannot use."""
+        return self._offered(await self._starter.look()) if self.options.url else self.capabilities
+
+    def _offered(self, facts: ServerFacts | None) -> frozenset[EngineCapability]:
         kinds, options = EngineCapability, self.options
-        facts = None if self._server is None else self._server.facts
         found = {kinds.PAUSE}
         if not options.url or facts is None or facts.memory_saver:
             found.add(kinds.SLEEP)

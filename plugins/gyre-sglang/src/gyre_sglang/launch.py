@@ -214,6 +214,14 @@ class Starter:
             log.info("%s: the server streams every %d tokens", self._context.name, facts.stream_interval)
         return facts
 
+    async def look(self) -> ServerFacts:
+        """What the server that runs already is."""
+        client = Client(self._options.url, self._context.name, self._options.api_key)
+        try:
+            return await self._facts(client)
+        finally:
+            await client.close()
+
     async def _found(self, source: WeightSource) -> Server:
         client = Client(self._options.url, self._context.name, self._options.api_key)
         try:

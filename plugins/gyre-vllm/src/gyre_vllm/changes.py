@@ -22,13 +22,20 @@ from gyre_core import CapabilityError, ComponentContext, InfrastructureError, Pa
 from gyre_vllm.calls import Cut, RunningCall
 from gyre_vllm.loading import load_version, require_loadable, require_members, require_vocabulary
 from gyre_vllm.options import VLLMOptions
-from gyre_vllm.server import Server, launch
+from gyre_vllm.server import Facts, Server, launch
 from gyre_vllm.state import EngineState, Phase
 from gyre_vllm.watch import watch
 from gyre_vllm.weights import COLLECTIVE, ModelVersion, read_version, require_same
 from gyre_vllm.wire import ID_PREFIX
 
 log = logging.getLogger("gyre.vllm")
+
+
+def sleep_way(options: VLLMOptions, facts: Facts | None) -> str | None:
+    """See `Changes.sleep_way`; without `facts`, what is to be expected of the server."""
+    if options.sleep in ("auto", "memory") and (facts is None or facts.sleeps):
+        return "memory"
+    return None if options.sleep == "memory" or options.url else "restart"
 
 
 class Changes:
@@ -51,10 +58,8 @@ class Changes:
 
     def sleep_way(self) -> str | None:
         """How this engine sleeps: "memory", "restart", or None when it cannot."""
-        server, wish = self._state.server, self._options.sleep
-        if wish in ("auto", "memory") and (server is None or server.facts.sleeps):
-            return "memory"
-        return None if wish == "memory" or self._options.url else "restart"
+        server = self._state.server
+        return sleep_way(self._options, None if server is None else server.facts)
 
     # -- start and end -----------------------------------------------------------------------------------------------
 

@@ -35,12 +35,13 @@ from gyre_core import (
 )
 
 from gyre_vllm.calls import Cut, RunningCall, run_segment
-from gyre_vllm.changes import Changes
+from gyre_vllm.changes import Changes, sleep_way
+from gyre_vllm.client import ServerClient
 from gyre_vllm.handover import Arrivals, Contexts, connected, export_session, import_session, take_session
 from gyre_vllm.launch import degrees, memory_share
 from gyre_vllm.metrics import PrefillSpeed
 from gyre_vllm.options import VLLMOptions
-from gyre_vllm.server import Server, accelerators_of
+from gyre_vllm.server import Facts, Server, accelerators_of, probe
 from gyre_vllm.state import EngineState, Phase
 
 
@@ -71,14 +72,28 @@ class VLLMEngine:
     @property
     def capabilities(self) -> frozenset[EngineCapability]:
         """What it offers; before `start` what it offers unless the server turns out to lack it."""
-        kinds = EngineCapability
-        found = {kinds.PAUSE, kinds.SEED}
-        if self._changes.sleep_way() is not None:
-            found.add(kinds.SLEEP)
-        if self.options.routed_experts:
-            found.add(kinds.ROUTED_EXPERTS)
         server = self._state.server
-        if self.options.transfers if server is None else server.facts.connector:
+        return self._offered(None if server is None else server.facts)
+
+    async def look(self) -> frozenset[EngineCapability]:
+        """What it will offer: a server that runs already is asked. Starts nothing and leaves its weights and calls
+        alone. InfrastructureError when it is not there or lacks what this plugin cannot do without."""
+        if not self.options.url:
+            return self.capabilities
+        client = ServerClient(self.options.url, self.options.control_timeout_s)
+        try:
+            return self._offered(await probe(client, self.options))
+        finally:
+            await client.close()
+
+    def _offered(self, facts: Facts | None) -> frozenset[EngineCapability]:
+        kinds, options = EngineCapability, self.options
+        found = {kinds.PAUSE, kinds.SEED}
+        if sleep_way(options, facts) is not None:
+            found.add(kinds.SLEEP)
+        if options.routed_experts and (facts is None or facts.experts is not False):
+            found.add(kinds.ROUTED_EXPERTS)
+        if options.transfers if facts is None else facts.connector:
             found.add(kinds.KV_HANDOVER)
         return frozenset(found)
 

@@ -49,6 +49,8 @@ class Facts:
     connector: bool
     takes: bool = False
     """Its connector is ours: a running call can be ended so that its KV is held (`inside/gyre_vllm_connector.py`)."""
+    experts: bool | None = None
+    """It tells the experts of its passes; None when it does not tell whether."""
     asleep: bool = False
     """It was left asleep by an engine before this one."""
     kv_tokens: int = 0
@@ -180,6 +182,7 @@ async def probe(client: ServerClient, options: VLLMOptions) -> Facts:
         sleeps=_sleeps(told, paths, ours),
         connector=bool(told.get("connector")),
         takes=bool(told.get("takes")),
+        experts=told.get("experts"),
         asleep=bool(told.get("asleep")),
         kv_tokens=kv_tokens or max_context * max_running,
         kv_token_bytes=int(told.get("kv_bytes", 0)) // kv_tokens if kv_tokens else 0,
@@ -222,6 +225,7 @@ async def _configuration(client: ServerClient) -> dict[str, Any]:
         "device": config.get("device_config", {}).get("device", "unknown"),
         "logprobs": config.get("model_config", {}).get("logprobs_mode", "raw_logprobs"),
         "max_running": config.get("scheduler_config", {}).get("max_num_seqs", 0),
+        "experts": config.get("aux_output_config", {}).get("enable_return_routed_experts"),
         "data_parallel": config.get("parallel_config", {}).get("data_parallel_size", 1),
         "sleep_mode": config.get("model_config", {}).get("enable_sleep_mode", False),
         "connector": config.get("kv_transfer_config") is not None,

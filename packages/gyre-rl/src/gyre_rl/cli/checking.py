@@ -11,7 +11,7 @@ from pathlib import Path
 from gyre_core import PluginManager
 
 from gyre_rl.cli.console import Console
-from gyre_rl.cli.offers import make_engine, missing, run_problems
+from gyre_rl.cli.offers import missing, offered_by, run_problems
 from gyre_rl.cli.preflight import chat_problems, preflight
 from gyre_rl.cli.rundirs import place_run
 from gyre_rl.cli.sizing import memory_line, memory_problems
@@ -21,7 +21,7 @@ from gyre_rl.config import RunConfig, RunConfigError, dumps, load
 def check_config(source: Path, sets: Sequence[str], console: Console, *, machine: bool, show: bool) -> None:
     """Say what the run would be; RunConfigError with every problem of the file, or of this machine."""
     config = place_run(load(source, sets))
-    offered = make_engine(config, PluginManager.installed()).capabilities
+    offered = offered_by(config, PluginManager.installed(), ask=machine)
     if problems := [*memory_problems(config), *run_problems(config, offered)]:
         raise RunConfigError(f"of {config.name!r}", problems)
     if machine:

@@ -1,12 +1,13 @@
 """What the chosen engine cannot do and what the run then does instead, and whether the trainer's objective can be made;
 said before anything starts.
 
-Invariant: makes the engine object and starts nothing. A server that runs elsewhere may turn out to offer less; the run
-says so when it reaches it.
+Invariant: makes the engine object and starts nothing. A server that runs already is asked what it can do, where this
+machine is the one that will use it; elsewhere it may turn out to offer less, and the run says so when it reaches it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
 
 from gyre_core import ComponentContext, Engine, EngineCapability, Kind, PluginManager
@@ -30,6 +31,16 @@ def make_engine(config: RunConfig, plugins: PluginManager) -> Engine:
     return engine
 
 
+def offered_by(config: RunConfig, plugins: PluginManager, *, ask: bool) -> frozenset[EngineCapability]:
+    """What the engine offers; with `ask` also a server that runs already says so, if cells are on this machine."""
+    engine = make_engine(config, plugins)
+    look = getattr(engine, "look", None)
+    if not ask or look is None or config.launcher.name != "local":
+        return engine.capabilities
+    told: frozenset[EngineCapability] = asyncio.run(look())
+    return told
+
+
 def missing(offered: Iterable[EngineCapability]) -> list[str]:
     """In words: what is not offered, with what that means."""
     has = set(offered)
@@ -38,7 +49,7 @@ def missing(offered: Iterable[EngineCapability]) -> list[str]:
 
 def require_offers(config: RunConfig, plugins: PluginManager) -> None:
     """RunConfigError where engine or objective cannot do what the run asks of them."""
-    if problems := list(run_problems(config, make_engine(config, plugins).capabilities)):
+    if problems := list(run_problems(config, offered_by(config, plugins, ask=True))):
         raise RunConfigError(f"of {config.name!r}", problems)
 
 

@@ -50,6 +50,7 @@ class GyreWorker:
             "max_context": int(self.vllm_config.model_config.max_model_len),
             "max_running": int(self.vllm_config.scheduler_config.max_num_seqs),
             "data_parallel": int(self.vllm_config.parallel_config.data_parallel_size),
+            "experts": bool(self.vllm_config.aux_output_config.enable_return_routed_experts),
             "sleep_mode": bool(self.vllm_config.model_config.enable_sleep_mode),
             "counts": _counts(runner) is not None,
             "connector": transfer is not None,
