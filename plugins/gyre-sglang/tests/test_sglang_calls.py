@@ -144,6 +144,37 @@ async def test_an_update_may_recompute_what_runs(engine_of: Any, toy: Any, versi
     assert not any(path == "/pause_generation" for path, _ in fake.asked)
 
 
+@pytest.mark.parametrize("how", ["keep", "recompute"])
+async def test_an_update_of_a_paused_server_lets_what_must_begin_anew_end(
+    engine_of: Any, toy: Any, version: Any, how: str
+) -> None:
+    """SGLang ends no call while it is paused; the caller's pause holds all the same."""
+    engine, fake = await engine_of(on_update=how)
+    running = Watched(engine, request_of(PROMPT, 90, name="a"))
+    await running.until(5)
+    fake.step_s, quick = 0.5, fake.step_s
+    unsampled = Watched(engine, request_of(PROMPT[:7], 4, name="b"))
+    while len(fake.running) < 2:
+        await asyncio.sleep(0.001)
+    await engine.pause(PauseMode.KEEP)
+    async with asyncio.timeout(30):
+        await engine.update_weights(version(1))
+    assert engine._held
+    assert fake.paused
+    sampled = sum(len(request.out) for request in fake.running.values())
+    await asyncio.sleep(0.05)
+    assert sampled == sum(len(request.out) for request in fake.running.values())
+    assert not unsampled.task.done()
+    fake.step_s = quick
+    await engine.resume()
+    for watched, prompt in ((running, PROMPT), (unsampled, PROMPT[:7])):
+        result = await watched.task
+        assert result.versions == sorted(result.versions)
+        assert result.ids == toy.tokens(prompt, [str(v) for v in result.versions])
+        assert result.versions[-1] == 1
+    assert (await unsampled.task).versions == [1] * 4
+
+
 async def test_a_wrong_account_of_versions_is_an_error(engine_of: Any, version: Any) -> None:
     """Tokens that came late would bear the new version: the server's own spans tell."""
     engine, _ = await engine_of(fault="spans")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,25 @@ async def test_pause_update_resume_and_abort_update_go_on(at_zero: Any, rig: Eng
     assert on.cached == 0
     assert on.versions == [1] * 6
     assert_greedy(rig, 1, [*PROMPT[:50], *part.ids], on)
+
+
+async def test_what_is_computed_again_may_be_paused(
+    at_zero: Any, rig: EngineRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = at_zero
+    monkeypatch.setattr(engine, "options", replace(engine.options, on_update="recompute"))
+    running = Watched(engine, request_of(PROMPT, 120, name="again", temperature=1.0))
+    await running.until(3)
+    await engine.pause(PauseMode.KEEP)
+    async with asyncio.timeout(50):  # less than the engine's patience with a call that does not end
+        await engine.update_weights(rig.sources[1])
+    await engine.resume()
+    result = await running.task
+    assert result.versions == sorted(result.versions)
+    assert {0, 1} == set(result.versions)
+    border = result.versions.count(0)
+    expected = rig.oracle(1).of_sampled([*PROMPT, *result.ids[:border]], result.ids[border:])
+    assert result.logprobs[border:] == pytest.approx(expected, abs=1e-3)
 
 
 async def test_versions_in_shared_memory_and_as_deltas(at_zero: Any, rig: EngineRig, tmp_path: Path) -> None:

@@ -88,15 +88,13 @@ class Driver:
             self.cut(call)
         await self._all_over(calls, "ending all calls")
 
-    async def restart_all(self) -> None:
-        """End the segments of all running calls; they go on, from what they have, when the gate opens."""
-        await self._restart(self.live())
+    def unsampled(self) -> list[Call]:
+        """Those that have no token yet: none would say that their prompt was computed by other weights."""
+        return [call for call in self.live() if not call.sampled_ids]
 
-    async def restart_unsampled(self) -> None:
-        """The same for those that have no token yet: none would say that their prompt was computed by other weights."""
-        await self._restart([call for call in self.live() if not call.sampled_ids])
-
-    async def _restart(self, live: Sequence[Call]) -> None:
+    async def restart(self, live: Sequence[Call]) -> None:
+        """End the segments of these calls; they go on, from what they have, when the gate opens. A paused server
+        ends none."""
         for call in live:
             call.restart = True
             self._end_segment(call)

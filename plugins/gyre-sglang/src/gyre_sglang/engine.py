@@ -379,11 +379,11 @@ class SGLangEngine(NoKV):
             was_open = driver.gate.is_set()
             driver.gate.clear()
             try:
-                if self.options.on_update == "recompute":
-                    await driver.restart_all()
-                else:
-                    await driver.restart_unsampled()
-                if driver.live() and not self._held:
+                again = driver.live() if self.options.on_update == "recompute" else driver.unsampled()
+                if again and server.paused:  # by a caller, who is not in the way of what is to end
+                    await server.proceed()
+                await driver.restart(again)
+                if not server.paused and (driver.live() or self._held):
                     await server.hold()
                 await self._load_or_restore(server, driver, prepared)
                 self._take(source, prepared.digest)
