@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import base64
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gyre_core import ConfigError, GenerateRequest, InfrastructureError, Kind, PluginManager, SamplingParams
+from gyre_core import (
+    ComponentContext,
+    ConfigError,
+    GenerateRequest,
+    InfrastructureError,
+    Kind,
+    PluginManager,
+    SamplingParams,
+)
 from gyre_sglang.calls import Call, Segment
+from gyre_sglang.engine import SGLangEngine
 from gyre_sglang.facts import LOADER, ModelFacts, read_server, version_warning
 from gyre_sglang.options import SGLangOptions
 from gyre_sglang.plan import SERVER_SIDE, launch_plan
@@ -80,6 +90,14 @@ def test_a_command_replaces_the_start() -> None:
     argv = plan(command=("docker", "run", "img")).argv
     assert argv[:3] == ("docker", "run", "img")
     assert "--custom-weight-loader" not in argv
+
+
+@pytest.mark.parametrize("wrong", [{"tp": 16}, {"dp": 3}, {"kv_share_gb": 1.0}])
+def test_a_plan_that_cannot_be_is_refused_before_anything_starts(wrong: Any, tmp_path: Path) -> None:
+    context = ComponentContext(str(tmp_path), "check", device="cuda", accelerators=8)
+    with pytest.raises(ConfigError, match="planning the launch of SGLang"):
+        SGLangEngine(SGLangOptions(**wrong), context)
+    SGLangEngine(SGLangOptions(url="http://node7:30000"), context)
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 16}, {"tp": 4, "dp": 4}, {"dp": 3}, {"ep": 3}])

@@ -37,6 +37,7 @@ from gyre_sglang.load import read_load
 from gyre_sglang.loading import TornError, load_version, tearing
 from gyre_sglang.no_kv import NoKV
 from gyre_sglang.options import DETERMINISTIC, SGLangOptions
+from gyre_sglang.plan import require_sizes
 from gyre_sglang.weights import COLLECTIVE, Prepared, Shapes, fitting, open_source, prepare, shapes_of, whole_of
 
 log = logging.getLogger("gyre.sglang")
@@ -52,6 +53,8 @@ class SGLangEngine(NoKV):
     def __init__(self, options: SGLangOptions | None, context: ComponentContext) -> None:
         self.options = options or SGLangOptions()
         self.timings: dict[str, float] = {}
+        if not self.options.url:  # said by `gyre check`, and not by a cell that starts
+            require_sizes(self.options, context.device, context.accelerators)
         self._context = context
         self._starter = Starter(self.options, context)
         self._server: Server | None = None

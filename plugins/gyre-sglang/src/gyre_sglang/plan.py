@@ -75,6 +75,13 @@ def launch_plan(
     return LaunchPlan((*start, *words), _variables(cpu, threads, orders), port, spare, words)
 
 
+def require_sizes(options: SGLangOptions, device: str, accelerators: int) -> None:
+    """ConfigError, before anything starts, when no server of these sizes can be in the cell."""
+    cpu = device.partition(":")[0] == "cpu"
+    _tensor_parallel(options, 1 if cpu else max(1, accelerators))
+    _sharing(options, "", cpu)
+
+
 def _tensor_parallel(options: SGLangOptions, accelerators: int) -> int:
     tp = options.tp or max(1, accelerators // options.dp)
     if tp * options.dp > accelerators or (options.tp == 0 and accelerators % options.dp):
