@@ -139,9 +139,12 @@ async def test_a_wish_for_experts_is_refused_when_the_server_gives_none(served: 
 
 
 @pytest.mark.parametrize(("wanted", "first"), [(None, 29), (0, 0), (20, 20), (-1, 0), (99, 29)])
-async def test_experts_come_from_where_they_are_wanted(served: Any, wanted: int | None, first: int) -> None:
-    server, engine = await served({"routed_experts": True})
+async def test_experts_come_from_where_they_are_wanted(
+    served: Any, sources: list[WeightSource], wanted: int | None, first: int
+) -> None:
+    server, engine = await served({"routed_experts": True}, start=False)
     server.experts = True
+    await engine.start(sources[0])
     assert EngineCapability.ROUTED_EXPERTS in engine.capabilities
     request = GenerateRequest("x", "s", list(range(30)), SamplingParams(6), True, wanted)
     *_, last = [chunk async for chunk in engine.generate(request)]
