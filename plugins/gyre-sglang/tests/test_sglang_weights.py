@@ -152,31 +152,50 @@ async def test_a_delta_on_another_version_than_the_one_held_is_loaded_whole(
     await engine.close()
 
 
-async def test_a_whole_version_that_nobody_waits_for_any_more_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["while it is made", "when it is made", "with the event loop"])
+def test_a_whole_version_that_nobody_waits_for_any_more_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """The thread that makes it out of a delta cannot be stopped."""
-    begun, go_on = threading.Event(), threading.Event()
+    """The thread that makes it out of a delta cannot be stopped, and may outlast the event loop."""
+    begun, go_on, done = threading.Event(), threading.Event(), threading.Event()
 
     def make(prepared: Any) -> Path:
         begun.set()
         go_on.wait(60)
         folder = tmp_path / "root" / "v1"
         folder.mkdir(parents=True)
+        done.set()
         return folder
 
+    async def last() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:  # all that was left to the loop has been cancelled by now
+            go_on.set()
+
+    async def leave() -> None:
+        prepared = SimpleNamespace(meeting=None, source=WeightSource(1, "/", "delta"))
+        server = SimpleNamespace(orders=None)
+        task = asyncio.create_task(loading.load_version(server, prepared))  # type: ignore[arg-type]
+        while not begun.is_set():
+            await asyncio.sleep(0.002)
+        if when == "when it is made":
+            go_on.set()
+            done.wait(60)  # the loop hears of it after the task has been cancelled
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        if when == "with the event loop":
+            ending.append(asyncio.create_task(last()))
+            await asyncio.sleep(0)
+        else:
+            go_on.set()
+            await asyncio.get_running_loop().shutdown_default_executor()
+
+    ending: list[asyncio.Task[None]] = []
     monkeypatch.setattr(loading, "materialise", make)
-    prepared = SimpleNamespace(meeting=None, source=WeightSource(1, "/", "delta"))
-    task = asyncio.create_task(loading.load_version(SimpleNamespace(orders=None), prepared))  # type: ignore[arg-type]
-    while not begun.is_set():
-        await asyncio.sleep(0.002)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    (makes,) = (each for each in asyncio.all_tasks() if each is not asyncio.current_task())
-    go_on.set()
-    await makes
-    await asyncio.sleep(0)
+    asyncio.run(leave())  # it returns when its threads have ended
+    assert done.is_set()
     assert not (tmp_path / "root").exists()
 
 
