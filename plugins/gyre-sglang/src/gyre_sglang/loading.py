@@ -61,7 +61,8 @@ async def load_version(server: Server, prepared: Prepared) -> None:
     elif prepared.meeting is not None:
         raise CapabilityError(
             f"receiving policy version {prepared.source.version}", got="a server without Gyre's weight loader",
-            expected=f"--custom-weight-loader {LOADER}", fix="Let Gyre start it without replicas (dp), or publish versions to a folder.",
+            expected=f"--custom-weight-loader {LOADER}",
+            fix="Let Gyre start it without replicas (dp), or publish versions to a folder.",
         )  # fmt: skip
     elif prepared.source.kind == "delta":
         folder = await _materialised(prepared)
