@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,25 @@ async def test_a_launched_server_takes_versions_by_order(by_order: Any, trainer:
     assert result.versions == [0] * border + [1] * (120 - border)
     order = json.loads((engine._server.orders / "order.json").read_text())
     assert (order["kind"], order["all"]) == ("rest", True)
+    await engine.close()
+
+
+async def test_replicas_take_versions_from_disk(context: ComponentContext, interpreter: str, trainer: Trainer) -> None:
+    """SGLang gives no tensors to replicas, not even none, so our loader would never be called."""
+    place = replace(context, device="cuda", accelerators=2)
+    engine = SGLangEngine(SGLangOptions(python=interpreter, dp=2, chunk_s=0.0), place)
+    await engine.start(trainer.full(0))
+    assert (await engine.load()).kv_tokens_total == 2 * 8192
+    for version, source in enumerate((trainer.delta(0, 1), trainer.full(2, "shm")), 1):
+        running = Watched(engine, request_of(PROMPT, 120, name=f"a{version}"))
+        await running.until(3)
+        await engine.update_weights(source)
+        assert set((await running.task).versions) == {version - 1, version}
+    with pytest.raises(CapabilityError, match="without replicas"):
+        await engine.update_weights(WeightSource(3, "group://127.0.0.1:1234/g1?first=1&size=2", "collective"))
+    await engine.sleep()
+    await engine.wake(trainer.full(4))
+    assert (await call(engine, PROMPT, 3)).versions == [4] * 3
     await engine.close()
 
 
