@@ -120,12 +120,13 @@ class FakeServer:
         return web.json_response({
             "version": "0.5.24" if self.fault == "newer" else "0.5.23", "page_size": PAGE, "max_req_input_len": 1018,
             "incremental_streaming_output": self.flags.incremental_streaming_output, "stream_interval": 1,
-            "disable_overlap_schedule": self.flags.disable_overlap_schedule, "dp_size": 1, "tp_size": 1,
+            "disable_overlap_schedule": self.flags.disable_overlap_schedule,
+            "dp_size": self.flags.dp_size, "tp_size": 1,
             "enable_deterministic_inference": False, "enable_memory_saver": self.flags.enable_memory_saver,
             "enable_return_routed_experts": self.flags.enable_return_routed_experts,
             "custom_weight_loader": self.flags.custom_weight_loader, "random_seed": self.flags.random_seed,
             "internal_states": [{"effective_max_running_requests_per_dp": slots, "device": "cpu",
-                                 "memory_usage": {"token_capacity": 8192}}],
+                                 "memory_usage": {"token_capacity": 8192}}] * self.flags.dp_size,
         })  # fmt: skip
 
     async def model_info(self, _: web.Request) -> web.Response:
@@ -299,7 +300,9 @@ class FakeServer:
         return web.json_response({"success": True})
 
     async def from_tensor(self, _: web.Request, body: Any) -> web.Response:
-        """Calls the custom loader, and reports success whatever it did."""
+        """Calls the custom loader, and reports success whatever it did. Fails an assertion when there are replicas."""
+        if self.flags.dp_size > 1:
+            return web.Response(status=500, text="AssertionError: data-parallel replicas are not supported")
         if not self.session or body["load_format"] not in self.flags.custom_weight_loader:
             return web.json_response({"success": False, "message": "must run between begin and end"}, status=400)
         folder = Path(os.environ["GYRE_SGLANG_ORDERS"])
@@ -352,6 +355,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--weight-version", default="default")
     flags.add_argument("--random-seed", type=int, default=0)
     flags.add_argument("--max-running-requests", type=int, default=0)
+    flags.add_argument("--dp-size", type=int, default=1)
     flags.add_argument("--fault", default="")
     flags.add_argument("--eos", type=int)
     flags.add_argument("--custom-weight-loader", nargs="*", default=[])

@@ -157,6 +157,30 @@ async def test_a_server_that_may_have_paused_goes_on(engine_of: Any, version: An
     assert (await call(engine, PROMPT, 3)).versions == [0] * 3
 
 
+@pytest.mark.parametrize("how", ["given up", "no answer"])
+async def test_an_update_that_fails_leaves_the_callers_pause(engine_of: Any, version: Any, how: str) -> None:
+    """The server goes on for a moment, so that what must begin anew ends; nobody said that it may stay so."""
+    engine, fake = await engine_of(on_update="recompute")
+    running = Watched(engine, request_of(PROMPT, 300, name="a"))
+    await running.until(2)
+    await engine.pause()
+    if how == "given up":
+        changing = asyncio.create_task(engine.update_weights(version(1)))
+        while fake.paused:
+            await asyncio.sleep(0.001)
+        changing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await changing
+    else:
+        fake.fault = "break:/continue_generation:2"  # the first is of the start
+        with pytest.raises(InfrastructureError, match="boom"):
+            await engine.update_weights(version(1))
+    assert fake.paused
+    await engine.resume()
+    assert (await running.task).versions == [0] * 300
+    assert (await call(engine, PROMPT, 3)).versions == [0] * 3
+
+
 async def test_calls_do_not_wait_for_a_server_that_does_not_go_on(engine_of: Any, version: Any) -> None:
     engine, fake = await engine_of()
     running = Watched(engine, request_of(PROMPT, 900, name="a"))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,25 @@ async def test_a_launched_server_takes_versions_by_order(by_order: Any, trainer:
     await engine.close()
 
 
+async def test_replicas_take_versions_from_disk(context: ComponentContext, interpreter: str, trainer: Trainer) -> None:
+    """SGLang gives no tensors to replicas, not even none, so our loader would never be called."""
+    place = replace(context, device="cuda", accelerators=2)
+    engine = SGLangEngine(SGLangOptions(python=interpreter, dp=2, chunk_s=0.0), place)
+    await engine.start(trainer.full(0))
+    assert (await engine.load()).kv_tokens_total == 2 * 8192
+    for version, source in enumerate((trainer.delta(0, 1), trainer.full(2, "shm")), 1):
+        running = Watched(engine, request_of(PROMPT, 120, name=f"a{version}"))
+        await running.until(3)
+        await engine.update_weights(source)
+        assert set((await running.task).versions) == {version - 1, version}
+    with pytest.raises(CapabilityError, match="without replicas"):
+        await engine.update_weights(WeightSource(3, "group://127.0.0.1:1234/g1?first=1&size=2", "collective"))
+    await engine.sleep()
+    await engine.wake(trainer.full(4))
+    assert (await call(engine, PROMPT, 3)).versions == [4] * 3
+    await engine.close()
+
+
 async def test_a_load_that_broke_the_weights_is_undone(by_order: Any, trainer: Trainer) -> None:
     engine = by_order("torn-1")
     await engine.start(trainer.full(0))
@@ -152,31 +172,50 @@ async def test_a_delta_on_another_version_than_the_one_held_is_loaded_whole(
     await engine.close()
 
 
-async def test_a_whole_version_that_nobody_waits_for_any_more_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["while it is made", "when it is made", "with the event loop"])
+def test_a_whole_version_that_nobody_waits_for_any_more_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """The thread that makes it out of a delta cannot be stopped."""
-    begun, go_on = threading.Event(), threading.Event()
+    """The thread that makes it out of a delta cannot be stopped, and may outlast the event loop."""
+    begun, go_on, done = threading.Event(), threading.Event(), threading.Event()
 
     def make(prepared: Any) -> Path:
         begun.set()
         go_on.wait(60)
         folder = tmp_path / "root" / "v1"
         folder.mkdir(parents=True)
+        done.set()
         return folder
 
+    async def last() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:  # all that was left to the loop has been cancelled by now
+            go_on.set()
+
+    async def leave() -> None:
+        prepared = SimpleNamespace(meeting=None, source=WeightSource(1, "/", "delta"))
+        server = SimpleNamespace(orders=None)
+        task = asyncio.create_task(loading.load_version(server, prepared))  # type: ignore[arg-type]
+        while not begun.is_set():
+            await asyncio.sleep(0.002)
+        if when == "when it is made":
+            go_on.set()
+            done.wait(60)  # the loop hears of it after the task has been cancelled
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        if when == "with the event loop":
+            ending.append(asyncio.create_task(last()))
+            await asyncio.sleep(0)
+        else:
+            go_on.set()
+            await asyncio.get_running_loop().shutdown_default_executor()
+
+    ending: list[asyncio.Task[None]] = []
     monkeypatch.setattr(loading, "materialise", make)
-    prepared = SimpleNamespace(meeting=None, source=WeightSource(1, "/", "delta"))
-    task = asyncio.create_task(loading.load_version(SimpleNamespace(orders=None), prepared))  # type: ignore[arg-type]
-    while not begun.is_set():
-        await asyncio.sleep(0.002)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    (makes,) = (each for each in asyncio.all_tasks() if each is not asyncio.current_task())
-    go_on.set()
-    await makes
-    await asyncio.sleep(0)
+    asyncio.run(leave())  # it returns when its threads have ended
+    assert done.is_set()
     assert not (tmp_path / "root").exists()
 
 

@@ -197,16 +197,17 @@ class SGLangEngine(NoKV):
             ended.cancel()
 
     async def _go_on(self, server: Server, driver: Driver, *, admit: bool) -> None:
-        """After a change, however it went: sample again, unless a caller's pause goes on. While nobody knows what the
-        server holds, its calls fail."""
+        """After a change, however it went: sample again, or be paused again where a caller's pause goes on. While
+        nobody knows what the server holds, its calls fail."""
         fault = server.fault or self._fault
         if fault is not None:
             driver.fail(fault)
-        if server.paused and not self._held:
+        if server.running if self._held else server.paused:
             try:
-                await server.proceed()
+                await (server.hold() if self._held else server.proceed())
             except InfrastructureError as error:
-                log.error("%s: the server was paused and does not go on: %s", self._context.name, error)
+                said = "goes on and does not pause" if self._held else "was paused and does not go on"
+                log.error("%s: the server %s: %s", self._context.name, said, error)
                 self._fault = error
                 driver.fail(error)
         if admit:
@@ -386,7 +387,7 @@ class SGLangEngine(NoKV):
                 if again and server.paused:  # by a caller, who is not in the way of what is to end
                     await server.proceed()
                 await driver.restart(again)
-                if not server.paused and (driver.live() or self._held):
+                if server.running and (driver.live() or self._held):
                     await server.hold()
                 await self._load_or_restore(server, driver, prepared)
                 self._take(source, prepared.digest)

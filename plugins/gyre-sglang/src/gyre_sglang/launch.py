@@ -49,6 +49,8 @@ class Server:
     """Kinds of memory that were given back and not taken again."""
     paused: bool = False
     """It was told to sample nothing, and has not said that it goes on."""
+    running: bool = True
+    """It has not said that it samples nothing, or was told to go on since. Both are true while nobody knows."""
     fault: InfrastructureError | None = None
     """Set while nobody knows whether it has its memory: it can only sleep or end."""
 
@@ -65,9 +67,11 @@ class Server:
         """Stop between two forward passes; calls stay with their KV."""
         self.paused = True  # also when no answer comes: it may hear of it all the same
         await self.ask("/pause_generation", {"mode": "in_place"})
+        self.running = False
 
     async def proceed(self) -> None:
         """Go on."""
+        self.running = True
         await self.ask("/continue_generation")
         self.paused = False
 

@@ -12,6 +12,7 @@ import base64
 import json
 import pickle
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -60,7 +61,8 @@ async def load_version(server: Server, prepared: Prepared) -> None:
     elif prepared.meeting is not None:
         raise CapabilityError(
             f"receiving policy version {prepared.source.version}", got="a server without Gyre's weight loader",
-            expected=f"--custom-weight-loader {LOADER}", fix="Let Gyre start it, or publish versions to a folder.",
+            expected=f"--custom-weight-loader {LOADER}",
+            fix="Let Gyre start it without replicas (dp), or publish versions to a folder.",
         )  # fmt: skip
     elif prepared.source.kind == "delta":
         folder = await _materialised(prepared)
@@ -80,19 +82,39 @@ async def load_version(server: Server, prepared: Prepared) -> None:
         )  # fmt: skip
 
 
+class _Making:
+    """`materialise` for somebody who may leave before it is done: what nobody waits for is removed, by the thread that
+    makes it if need be, since the event loop may end before that thread does."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._lock = threading.Lock()
+        self._left = False
+        self._made: Path | None = None
+
+    def make(self) -> Path:
+        folder = materialise(self._prepared)
+        with self._lock:
+            self._made, left = folder, self._left
+        if left:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+        return folder
+
+    def leave(self) -> None:
+        with self._lock:
+            self._left, made = True, self._made
+        if made is not None:
+            shutil.rmtree(made.parent, ignore_errors=True)
+
+
 async def _materialised(prepared: Prepared) -> Path:
-    """`materialise` in a thread; what it makes goes when nobody waits for it any more."""
-    making = asyncio.ensure_future(asyncio.to_thread(materialise, prepared))
+    """`materialise` in a thread; what it makes goes when this is cancelled."""
+    making = _Making(prepared)
     try:
-        return await asyncio.shield(making)
+        return await asyncio.to_thread(making.make)
     except asyncio.CancelledError:
-        making.add_done_callback(_discard)
+        making.leave()
         raise
-
-
-def _discard(made: asyncio.Future[Path]) -> None:
-    if not made.cancelled() and made.exception() is None:
-        shutil.rmtree(made.result().parent, ignore_errors=True)
 
 
 async def _from_disk(server: Server, prepared: Prepared, folder: str) -> None:

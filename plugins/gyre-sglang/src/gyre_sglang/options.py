@@ -46,6 +46,7 @@ class SGLangOptions:
     tp: int = 0
     """Tensor parallel size; 0 means the cell's accelerators divided by `dp`."""
     dp: int = 1
+    """Replicas of the model in one server; more than one load versions from disk alone, and not by Gyre's loader."""
     ep: int = 1
     """Expert parallel size; must divide the accelerators."""
     routed_experts: bool = False
