@@ -116,6 +116,32 @@ async def test_what_is_computed_again_may_be_paused(
     assert result.logprobs[border:] == pytest.approx(expected, abs=1e-3)
 
 
+async def test_what_fails_while_it_is_computed_again_leaves_it_paused(
+    at_zero: Any, rig: EngineRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has to go on for a moment, and the change is given up in that moment."""
+    engine = at_zero
+    monkeypatch.setattr(engine, "options", replace(engine.options, on_update="recompute"))
+    running = Watched(engine, request_of(PROMPT, 120, name="again", temperature=1.0))
+    await running.until(3)
+    await engine.pause(PauseMode.KEEP)
+    changing = asyncio.create_task(engine.update_weights(rig.sources[1]))
+    while not engine._server.running:
+        await asyncio.sleep(0)
+    changing.cancel()
+    await asyncio.wait([changing])
+    assert changing.cancelled()
+    asking = Watched(engine, request_of(PROMPT, 5, name="later"))
+    await asyncio.sleep(0.2)
+    had = len(running.chunks)
+    await asyncio.sleep(0.5)
+    assert len(running.chunks) == had < 120
+    assert not asking.chunks
+    await engine.resume()
+    assert (await running.task).versions == [0] * 120
+    assert_greedy(rig, 0, PROMPT, await asking.task)
+
+
 async def test_versions_in_shared_memory_and_as_deltas(at_zero: Any, rig: EngineRig, tmp_path: Path) -> None:
     engine, root = at_zero, tmp_path / "weights"
     tensors = tensors_of(rig.sources[0])

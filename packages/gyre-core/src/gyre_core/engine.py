@@ -186,7 +186,7 @@ class Engine(KVHolder, Protocol):
         """End one call with `FinishReason.ABORT`; False when it is not running."""
 
     async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
-        """Stop sampling; calls that arrive meanwhile wait."""
+        """Stop sampling until `resume`, whatever becomes of changes of weights in between; calls that arrive wait."""
 
     async def resume(self) -> None:
         """Go on after `pause`."""

@@ -187,6 +187,33 @@ class VersionChecks:
             assert result.versions == sorted(result.versions)
             assert len(result.ids) == rig.max_context - 30
 
+    async def test_a_pause_outlasts_an_update_that_fails(self, rig: EngineRig) -> None:
+        """Nothing is sampled until `resume`: not if the version cannot be read, and not if the change is cancelled."""
+        async with rig.started() as engine:
+            needs(engine, EngineCapability.PAUSE)
+            prompt = rig.prompt(18)
+            kept = Watched(engine, request_of(prompt, rig.max_context - 30, name="kept"))
+            await kept.until(2)
+            await rig.within(engine.pause(PauseMode.KEEP))
+            for source, given_up in (
+                (WeightSource(99, rig.sources[0].location + "-missing"), False),
+                (rig.sources[1], True),
+            ):
+                changing = asyncio.create_task(engine.update_weights(source))
+                if given_up:
+                    await asyncio.sleep(0.02)
+                    changing.cancel()
+                await rig.within(asyncio.wait([changing]))
+                assert given_up or isinstance(changing.exception(), InfrastructureError)
+                await asyncio.sleep(0.1)
+                had = len(kept.chunks)
+                await asyncio.sleep(0.2)
+                assert len(kept.chunks) == had, "it samples, though nobody called resume"
+            await rig.within(engine.update_weights(rig.sources[1]))
+            await engine.resume()
+            assert_greedy(rig, 1, prompt, await rig.within(call(engine, prompt, 5, name="after")))
+            await rig.within(asyncio.wait([kept.task]))
+
     async def test_sleeping_ends_calls_and_waking_takes_other_weights(self, rig: EngineRig) -> None:
         """Nothing of the former life is left in the cache; the load can be asked for all the time."""
         async with rig.started() as engine:
