@@ -187,32 +187,50 @@ class VersionChecks:
             assert result.versions == sorted(result.versions)
             assert len(result.ids) == rig.max_context - 30
 
-    async def test_a_pause_outlasts_an_update_that_fails(self, rig: EngineRig) -> None:
-        """Nothing is sampled until `resume`: not if the version cannot be read, and not if the change is cancelled."""
+    async def test_a_pause_outlasts_an_update_that_cannot_be_read(self, rig: EngineRig) -> None:
+        """InfrastructureError; nothing is sampled until `resume`, then under the old weights."""
+        async with rig.started() as engine:
+            needs(engine, EngineCapability.PAUSE)
+            prompt = rig.prompt(18)
+            kept = Watched(engine, request_of(prompt, 90, name="kept"))
+            await kept.until(2)
+            await rig.within(engine.pause(PauseMode.KEEP))
+            with pytest.raises(InfrastructureError):
+                await engine.update_weights(WeightSource(99, rig.sources[0].location + "-missing"))
+            await self._stands_still(kept)
+            await engine.resume()
+            assert_greedy(rig, 0, prompt, await rig.within(kept.task))
+
+    async def test_a_pause_outlasts_an_update_that_is_given_up(self, rig: EngineRig) -> None:
+        """Nothing is sampled until `resume`. Whoever cancels does not know the weights: they can be loaded anew, or the
+        engine has failed and says so to everybody."""
         async with rig.started() as engine:
             needs(engine, EngineCapability.PAUSE)
             prompt = rig.prompt(18)
             kept = Watched(engine, request_of(prompt, rig.max_context - 30, name="kept"))
             await kept.until(2)
             await rig.within(engine.pause(PauseMode.KEEP))
-            for source, given_up in (
-                (WeightSource(99, rig.sources[0].location + "-missing"), False),
-                (rig.sources[1], True),
-            ):
-                changing = asyncio.create_task(engine.update_weights(source))
-                if given_up:
-                    await asyncio.sleep(0.02)
-                    changing.cancel()
-                await rig.within(asyncio.wait([changing]))
-                assert given_up or isinstance(changing.exception(), InfrastructureError)
-                await asyncio.sleep(0.1)
-                had = len(kept.chunks)
-                await asyncio.sleep(0.2)
-                assert len(kept.chunks) == had, "it samples, though nobody called resume"
-            await rig.within(engine.update_weights(rig.sources[1]))
-            await engine.resume()
-            assert_greedy(rig, 1, prompt, await rig.within(call(engine, prompt, 5, name="after")))
+            changing = asyncio.create_task(engine.update_weights(rig.sources[1]))
+            await asyncio.sleep(0.02)
+            changing.cancel()
+            await rig.within(asyncio.wait([changing]))
+            await self._stands_still(kept)
+            try:
+                await rig.within(engine.update_weights(rig.sources[1]))
+            except InfrastructureError:
+                for question in (call(engine, prompt, 5, name="after"), engine.load(), engine.resume()):
+                    with pytest.raises(InfrastructureError):
+                        await rig.within(question)
+            else:
+                await engine.resume()
+                assert_greedy(rig, 1, prompt, await rig.within(call(engine, prompt, 5, name="after")))
             await rig.within(asyncio.wait([kept.task]))
+
+    async def _stands_still(self, kept: Watched) -> None:
+        await asyncio.sleep(0.1)
+        had = len(kept.chunks)
+        await asyncio.sleep(0.2)
+        assert len(kept.chunks) == had, "it samples, though nobody called resume"
 
     async def test_sleeping_ends_calls_and_waking_takes_other_weights(self, rig: EngineRig) -> None:
         """Nothing of the former life is left in the cache; the load can be asked for all the time."""
