@@ -2,9 +2,11 @@
 
     python fake_sglang.py --model-path FOLDER --port N [flags of the real server] [--fault NAME]
 
-Written from what the real server was seen to do: versions of a call's tokens are told in its last event alone; an
-abort is by prefix of the request id, is forgotten when it comes too early and takes effect only when the server goes
-on; an id outside the vocabulary, or resuming a tag that was not released, ends the server.
+Written from what the real server was seen to do: versions of a call's tokens are told in its last event alone; a call
+that comes during a pause gets no further than the door before its end; an abort is by prefix of the request id, is
+forgotten when it comes too early, is passed on once, also when the call is at the door still, and takes effect only
+when the server goes on; a call that had to go back into the queue repeats a token when it is ended there; an id outside
+the vocabulary, or resuming a tag that was not released, ends the server.
 """
 
 from __future__ import annotations
@@ -52,6 +54,15 @@ class FakeServer:
         self.vocab = json.loads((Path(flags.model_path) / "config.json").read_text())["vocab_size"]
         self.location, self.version = flags.model_path, flags.weight_version
         self.running: dict[str, Request] = {}
+        self.known: dict[str, bool] = {}
+        """Calls, at the door too, and whether an abort of them was passed on."""
+        self.queued = False
+        """The pool is full: calls that run are put back into the queue."""
+        self.loads_s = 0.01
+        """How long it reads a version from disk, one after the other; it ends when the folder goes meanwhile."""
+        self.loading = asyncio.Lock()
+        self.reading_s = 0.0
+        """How long it reads a prompt before it knows the call."""
         self.cache: set[tuple[str, tuple[int, ...]]] = set()
         self.paused = False
         self.dead = asyncio.Event()
@@ -156,12 +167,17 @@ class FakeServer:
             return response
         if any(not 0 <= token < self.vocab for token in request.ids):
             self.die()
-        self.running[request.rid] = request
+        await asyncio.sleep(self.reading_s)
+        self.known[request.rid] = False
         try:
+            while self.paused:
+                await asyncio.sleep(0.001)
+            self.running[request.rid] = request
             await self._sample(request, response)
             await response.write(b"data: [DONE]\n\n")
         finally:
             self.running.pop(request.rid, None)
+            self.known.pop(request.rid)
         return response
 
     async def _sample(self, request: Request, response: web.StreamResponse) -> None:
@@ -173,6 +189,9 @@ class FakeServer:
             await asyncio.sleep(self.step_s)
             while self.paused:
                 await asyncio.sleep(0.001)
+            if request.aborted and self.queued:
+                await self._event_of_queued(request, response)
+                break
             if request.aborted:
                 finish = {"type": "abort", "message": "Abort in scheduler"}
                 await self._event(request, [], finish, response)
@@ -236,6 +255,17 @@ class FakeServer:
             meta["weight_versions"] = self._spans(request)
         await self._send(response, {"output_ids": request.out[offset:], "meta_info": meta})
 
+    async def _event_of_queued(self, request: Request, response: web.StreamResponse) -> None:
+        """The last token once more, beside the logprobs of all."""
+        pairs = [[logprob_of(self.version, t), t, None] for t in request.out]
+        meta = {
+            "id": request.rid, "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+            "weight_version": self.version, "weight_versions": self._spans(request),
+            "completion_tokens": len(request.out), "output_token_logprobs": pairs,
+            "output_token_logprobs_length": len(pairs),
+        }  # fmt: skip
+        await self._send(response, {"text": "", "output_ids": request.out[-1:], "meta_info": meta})
+
     def _spans(self, request: Request) -> list[dict[str, Any]]:
         spans: list[dict[str, Any]] = []
         for version, end in [*request.events, (self.version, len(request.out))]:
@@ -254,7 +284,8 @@ class FakeServer:
     # Control
 
     async def abort(self, _: web.Request, body: Any) -> web.Response:
-        if body["rid"] in self.running:
+        if self.known.get(body["rid"]) is False:
+            self.known[body["rid"]] = True
             for rid, request in self.running.items():
                 request.aborted |= rid.startswith(body["rid"])
         return web.Response()
@@ -279,10 +310,13 @@ class FakeServer:
             await asyncio.sleep(0.001)
         if not Path(body["model_path"]).is_dir() or self.fault in ("update", f"update-{body['weight_version']}"):
             return web.json_response({"success": False, "message": "Failed to get weights iterator"}, status=400)
-        await asyncio.sleep(0.01)
-        self._enter(body["weight_version"])
-        self.location = body["model_path"]
-        self.loaded.append(sorted(open_version(body["model_path"])))
+        async with self.loading:
+            await asyncio.sleep(self.loads_s)
+            if not Path(body["model_path"]).is_dir():
+                self.die()
+            self.loaded.append(sorted(open_version(body["model_path"])))
+            self._enter(body["weight_version"])
+            self.location = body["model_path"]
         if body.get("flush_cache", True):
             self.cache.clear()
         return web.json_response({"success": True, "message": "ok", "num_paused_requests": 0})

@@ -207,21 +207,47 @@ async def test_a_running_server_that_does_not_sleep_serves_on(engine_of: Any) ->
     assert (await engine.load()).slots_total > 0
 
 
-@pytest.mark.parametrize("how", ["refuse", "break"])
+@pytest.mark.parametrize("how", ["refuse", "break", "late"])
 async def test_a_running_server_that_may_have_given_its_memory_back_is_not_used(
     engine_of: Any, version: Any, how: str
 ) -> None:
-    """It is not told to take what it may have: that would end it. It can be put to sleep again."""
-    engine, fake = await engine_of(memory_saver=True)
+    """It is not told to take what it may have, nor to give what it may have given: either would end it."""
+    engine, fake = await engine_of(memory_saver=True, weights_timeout_s=2.0)
     fake.fault = f"{how}:/release_memory_occupation:1"
-    with pytest.raises(InfrastructureError, match="boom"):
+    with pytest.raises(InfrastructureError, match="no answer in 2 s" if how == "late" else "boom"):
         await engine.sleep()
-    await fail_everywhere(engine, "give its memory back", engine.update_weights(version(1)), engine.pause())
+    asks = (engine.update_weights(version(1)), engine.pause(), engine.sleep())
+    await fail_everywhere(engine, "give its memory back", *asks)
+    assert fake.counts["/release_memory_occupation"] == 1
+    assert "/resume_memory_occupation" not in fake.counts
+
+
+@pytest.mark.parametrize("how", ["refuse", "break", "late"])
+async def test_a_running_server_that_may_have_taken_its_memory_is_not_told_to_again(
+    engine_of: Any, version: Any, how: str
+) -> None:
+    engine, fake = await engine_of(memory_saver=True, weights_timeout_s=2.0)
     await engine.sleep()
-    assert fake.released == {"kv_cache", "weights"}
-    assert (await engine.load()).slots_total == 0
-    await engine.wake(version(2))
-    assert (await call(engine, PROMPT, 3)).versions == [2] * 3
+    fake.fault = f"{how}:/resume_memory_occupation:1"
+    with pytest.raises(InfrastructureError, match="no answer in 2 s" if how == "late" else "boom"):
+        await engine.wake(version(1))
+    with pytest.raises(InfrastructureError, match="take its memory again"):
+        await engine.wake(version(1))
+    assert fake.counts["/resume_memory_occupation"] == 1
+
+
+@pytest.mark.parametrize("way", ["release", "resume"])
+async def test_a_server_of_our_own_whose_memory_is_in_doubt_has_a_successor(
+    launched: Any, version: Any, way: str
+) -> None:
+    engine = launched(f"late:/{way}_memory_occupation:1", saver=True, weights_timeout_s=2.0)
+    await engine.start(version(0))
+    old = engine._server.process
+    await engine.sleep()
+    await engine.wake(version(1))
+    assert old.resident_bytes() == 0
+    assert (await call(engine, PROMPT, 3)).versions == [1] * 3
+    await engine.close()
 
 
 @pytest.mark.parametrize("fault", ["refuse:/flush_cache:1", "break:/release_memory_occupation:1"])

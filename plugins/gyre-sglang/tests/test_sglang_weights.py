@@ -172,6 +172,80 @@ async def test_a_delta_on_another_version_than_the_one_held_is_loaded_whole(
     await engine.close()
 
 
+@pytest.mark.parametrize("how", ["no answer", "given up"])
+async def test_what_a_delta_was_made_into_stays_while_the_server_may_read_it(
+    engine_of: Any, trainer: Trainer, how: str
+) -> None:
+    """SGLang reads a folder that it cannot read a second time, and does not survive that."""
+    engine, fake = await engine_of(source=trainer.full(0), weights_timeout_s=1.0)
+    delta = trainer.delta(0, 1)
+    fake.loads_s = 3.0
+    ended: list[bool] = []
+    fake.die = lambda: ended.append(True)
+    changing = asyncio.create_task(engine.update_weights(delta))
+    while "/update_weights_from_disk" not in fake.counts or fake.counts["/update_weights_from_disk"] < 2:
+        await asyncio.sleep(0.01)
+    if how == "given up":
+        changing.cancel()
+    with pytest.raises((InfrastructureError, asyncio.CancelledError)):
+        await changing
+    loads = [body for path, body in fake.asked if path == "/update_weights_from_disk"]
+    (folder,) = {Path(body["model_path"]) for body in loads if body["weight_version"] == "1"}
+    while fake.loading.locked():
+        assert folder.is_dir()
+        await asyncio.sleep(0.01)
+    assert not ended
+    fake.loads_s = 0.01
+    await engine.update_weights(trainer.full(2))
+    assert (await call(engine, PROMPT, 3)).versions == [2] * 3
+    assert not folder.parent.exists()
+
+
+# What KV is named by
+
+
+async def key_of(engine: SGLangEngine, fake: Any) -> str:
+    await call(engine, PROMPT, 3)
+    return [str(body["extra_key"]) for path, body in fake.asked if path == "/generate"][-1]
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_two_folders_of_one_version_have_names_of_their_own(engine_of: Any, version: Any, told: bool) -> None:
+    """A run is killed and resumed: its next version 1 is another, and pages of the old one may lie in a folder."""
+    keys = []
+    for byte in (1, 2):
+        source = version(1)
+        path = Path(source.location) / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] = byte
+        path.write_bytes(data)
+        engine, fake = await engine_of(source=replace(source, digest=f"sha256:{byte:064x}" if told else ""))
+        keys.append(await key_of(engine, fake))
+    engine, fake = await engine_of(source=source)
+    keys.append(await key_of(engine, fake))
+    assert keys[0] != keys[1]
+    assert (keys[1] == keys[2]) is not told  # the cells of a run find each other's
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_two_broadcasts_of_one_version_have_names_of_their_own(
+    engine_of: Any, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    async def loads(server: Any, prepared: Any) -> None:
+        return None
+
+    monkeypatch.setattr("gyre_sglang.engine.load_version", loads)
+    keys = []
+    for life in ("a", "b", "b"):
+        engine, fake = await engine_of()
+        group = f"group://127.0.0.1:1000/{life}?first=1&size=2"
+        await engine.update_weights(WeightSource(1, group, "collective", f"sha256:{life * 64}" if told else ""))
+        fake.version = "1"
+        keys.append(await key_of(engine, fake))
+    assert keys[0] != keys[1]
+    assert (keys[1] == keys[2]) is told
+
+
 @pytest.mark.parametrize("when", ["while it is made", "when it is made", "with the event loop"])
 def test_a_whole_version_that_nobody_waits_for_any_more_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str

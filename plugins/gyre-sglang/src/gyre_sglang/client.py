@@ -78,6 +78,8 @@ class Client:
 
     def __init__(self, url: str, name: str, api_key: str = "", process: ServerProcess | None = None) -> None:
         self.url, self.name, self.process = url.rstrip("/"), name, process
+        self.paused = False
+        """The server was told to sample nothing, and has not said that it goes on."""
         self.last_heard = 0.0
         """Time (of the event loop) of the last byte that came from it."""
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}

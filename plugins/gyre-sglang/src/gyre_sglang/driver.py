@@ -155,7 +155,7 @@ class Driver:
                 await _first_of(self.gate, call.cut)
                 if call.cut.is_set():
                     call.end(FinishReason.ABORT)
-                else:
+                elif self.gate.is_set():  # it may have been closed since, before this task's turn
                     await self._run_segment(call)
         except InfrastructureError as error:
             if self.closing:
@@ -239,10 +239,13 @@ class Driver:
             self._spawn(self._abort_until_over(call, call.segment))
 
     async def _abort_until_over(self, call: Call, segment: Segment) -> None:
-        with contextlib.suppress(InfrastructureError):  # the stream says what is wrong with the server
-            while call.segment is segment:
-                await self.client.post("/abort_request", {"rid": segment.rid}, self._options.request_timeout_s)
-                await asyncio.sleep(ABORT_EVERY_S)
+        """The server passes one abort of a call on, even to a scheduler that does not know the call, because it waits
+        for the end of a pause: a call that has no token is not ended before that."""
+        while call.segment is segment:
+            if segment.sampled or not self.client.paused:
+                with contextlib.suppress(InfrastructureError):  # the stream says what is wrong with the server
+                    await self.client.post("/abort_request", {"rid": segment.rid}, self._options.request_timeout_s)
+            await asyncio.sleep(ABORT_EVERY_S)
 
     async def _all_over(self, calls: Iterable[Call], doing: str) -> None:
         try:

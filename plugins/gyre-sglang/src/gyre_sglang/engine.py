@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -62,6 +63,7 @@ class SGLangEngine(NoKV):
         self._model: ModelFacts | None = None
         self._source = WeightSource(-1, "")
         self._digest = ""
+        """Of the contents of the weights in use; empty while nobody knows."""
         self._fault: InfrastructureError | None = None
         self._shapes: Shapes = {}
         self._version = -1
@@ -133,13 +135,14 @@ class SGLangEngine(NoKV):
         """The server has this version now."""
         assert self._driver is not None
         version = self._version = source.version
-        self._source, self._digest, self._fault = source, digest, None
+        self._source, self._digest, self._fault = source, digest or secrets.token_hex(8), None
         self._lives[version] = self._lives.get(version, 0) + 1
         self._driver.turn(version, self._cache_key())
 
     def _cache_key(self) -> str:
         """Names the weights in use. A version that comes back is named anew: a call that ran through its end has left
-        mixed KV under the old name. Engines of one run that hold one version the first time agree on it."""
+        mixed KV under the old name. Engines of one run that hold one version the first time agree on it, unless nobody
+        told what is in it."""
         run = hashlib.sha256(str(Path(self._context.run_dir).resolve()).encode()).hexdigest()[:12]
         return f"{run}:{self._version}:{self._digest}:{self._lives[self._version] - 1}:{self._flushes}"
 
@@ -215,11 +218,15 @@ class SGLangEngine(NoKV):
 
     async def _fall(self) -> None:
         server, driver, self._server, self._driver = self._server, self._driver, None, None
-        if driver is not None:
-            driver.closing = True
-        if server is not None and server.process is not None:
-            await server.process.stop()
-        if driver is not None:
+        self._held = False
+        if server is None or driver is None:
+            return
+        driver.closing = True
+        try:
+            if server.process is not None and server.process.grace_s:
+                await driver.close()  # a server that is asked to end waits for its calls
+            await server.end()
+        finally:
             await driver.close()
 
     async def wake(self, source: WeightSource) -> None:
@@ -238,7 +245,7 @@ class SGLangEngine(NoKV):
 
     async def _take_back(self, server: Server, driver: Driver, source: WeightSource) -> None:
         """Wake the sleeping server. When it was started here and that fails, it is ended."""
-        if server.has_ended:
+        if server.has_ended or (server.fault is not None and server.process is not None):
             await self._fall()
             return
         prepared = await self._prepared(source)
@@ -386,6 +393,7 @@ class SGLangEngine(NoKV):
                 again = driver.live() if self.options.on_update == "recompute" else driver.unsampled()
                 if again and server.paused:  # by a caller, who is not in the way of what is to end
                     await server.proceed()
+                    await server.settle()  # what waited for that at the door is inside
                 await driver.restart(again)
                 if server.running and (driver.live() or self._held):
                     await server.hold()
@@ -411,11 +419,12 @@ class SGLangEngine(NoKV):
             if self._source.kind == COLLECTIVE:
                 raise  # there is nothing at rest to go back to
             try:
-                await load_version(server, await self._prepared(self._source))
+                before = await self._prepared(self._source)
+                await load_version(server, before)
             except GyreError as second:
                 log.error("%s: version %d could not be loaded again: %s", self._context.name, self._version, second)
                 raise error from second
-            self._fault = None
+            self._fault, self._digest = None, before.digest
             raise
         except GyreError:
             raise  # no weight has moved

@@ -59,6 +59,8 @@ class ServerFacts:
     tp: int
     dp: int
     device: str
+    seed: int | None = None
+    """Its `--random-seed`."""
 
 
 def read_model(location: str) -> ModelFacts:
@@ -105,6 +107,7 @@ def read_server(info: Mapping[str, Any], url: str) -> ServerFacts:
             tp=int(info.get("tp_size") or 1),
             dp=dp,
             device=str(states[0].get("device") or info.get("device") or ""),
+            seed=info.get("random_seed"),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise InfrastructureError(

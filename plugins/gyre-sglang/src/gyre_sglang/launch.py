@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,12 +48,17 @@ class Server:
     """Folder of what our weight loader inside it is to do; None when it has none."""
     released: set[str] = field(default_factory=set)
     """Kinds of memory that were given back and not taken again."""
-    paused: bool = False
-    """It was told to sample nothing, and has not said that it goes on."""
     running: bool = True
     """It has not said that it samples nothing, or was told to go on since. Both are true while nobody knows."""
+    unread: list[Path] = field(default_factory=list)
+    """Folders of ours that it may be reading still, though nobody waits for that."""
     fault: InfrastructureError | None = None
-    """Set while nobody knows whether it has its memory: it can only sleep or end."""
+    """Set when nobody knows whether it has its memory: it can only end."""
+
+    @property
+    def paused(self) -> bool:
+        """It was told to sample nothing, and has not said that it goes on."""
+        return self.client.paused
 
     @property
     def has_ended(self) -> bool:
@@ -65,7 +71,7 @@ class Server:
 
     async def hold(self) -> None:
         """Stop between two forward passes; calls stay with their KV."""
-        self.paused = True  # also when no answer comes: it may hear of it all the same
+        self.client.paused = True  # also when no answer comes: it may hear of it all the same
         await self.ask("/pause_generation", {"mode": "in_place"})
         self.running = False
 
@@ -73,7 +79,7 @@ class Server:
         """Go on."""
         self.running = True
         await self.ask("/continue_generation")
-        self.paused = False
+        self.client.paused = False
 
     async def settle(self) -> None:
         """After `hold`: return when what was sampled before has arrived. Outputs and answers come from one event loop
@@ -87,32 +93,45 @@ class Server:
             await self.ask("/flush_cache")
 
     async def release_memory(self) -> None:
-        """Give the memory of KV and weights back; needs an idle server with its memory saver. After an error it may
-        be tried again."""
+        """Give the memory of KV and weights back; needs an idle server with its memory saver."""
         await self.ask("/flush_cache")
-        self.fault = InfrastructureError(
-            f"using SGLang at {self.client.url}", got="no good answer to the order to give its memory back",
-            expected="a server that is known to have it", fix="Put it to sleep again, or start another.",
-        )  # fmt: skip
-        await self.ask("/release_memory_occupation", {"tags": [KV, WEIGHTS]})
-        self.released, self.fault = {KV, WEIGHTS}, None
+        await self._once("/release_memory_occupation", "give its memory back", [KV, WEIGHTS])
+        self.released = {KV, WEIGHTS}
 
     async def take_memory(self, load: Callable[[], Awaitable[None]]) -> None:
         """Undo `release_memory`: the weights' memory, their contents by `load`, then the KV pool's. May be tried again
-        after an error."""
+        when `load` failed."""
         await self._retake(WEIGHTS)
         await load()
         await self._retake(KV)
 
     async def _retake(self, tag: str) -> None:
-        if tag in self.released:  # resuming what was not released ends the server
-            await self.ask("/resume_memory_occupation", {"tags": [tag]})
+        if tag in self.released:
+            await self._once("/resume_memory_occupation", "take its memory again", [tag])
             self.released.discard(tag)
+
+    async def _once(self, path: str, order: str, tags: list[str]) -> None:
+        """The server ends when it is told to give what it has given or to take what it has: where no good answer came,
+        its memory is not spoken of again."""
+        if self.fault is not None:
+            raise self.fault
+        self.fault = InfrastructureError(
+            f"using SGLang at {self.client.url}", got=f"no good answer to the order to {order}",
+            expected="a server that is known to have it, or not", fix="Start the server anew.",
+        )  # fmt: skip
+        await self.client.post(path, {"tags": tags}, self.options.weights_timeout_s)
+        self.fault = None
+
+    def discard_unread(self) -> None:
+        """Remove the folders that it reads no more: it has loaded another version since, or has ended."""
+        while self.unread:
+            shutil.rmtree(self.unread.pop(), ignore_errors=True)
 
     async def end(self) -> None:
         """End what was started here, and drop the connections."""
         if self.process is not None:
             await self.process.stop()
+        self.discard_unread()
         await self.client.close()
 
 
@@ -150,6 +169,8 @@ class Starter:
         try:
             await self._until_ready(client, process)
             facts = await self._facts(client)
+            if plan.seed is not None and facts.seed != plan.seed:
+                raise self._port_taken(client, f"by another server, of random seed {facts.seed}")
             return Server(client, facts, self._options, process, self._orders if facts.loader else None)
         except BaseException:
             await process.stop()
@@ -188,10 +209,7 @@ class Starter:
                 while not process.exited.done():
                     if PORT_TAKEN in process.output().lower():
                         # It stays alive without a port; whoever answers there is somebody else.
-                        raise InfrastructureError(
-                            doing, got=f"{client.url}: {PORT_TAKEN}", expected="a port that is free still",
-                            fix="Several ports were tried; see what takes them so quickly on this machine.",
-                        )  # fmt: skip
+                        raise self._port_taken(client)
                     if await client.alive():
                         return
                     await asyncio.wait([process.exited], timeout=0.2)
@@ -200,6 +218,13 @@ class Starter:
         raise InfrastructureError(
             doing, got=f"no answer in {self._options.start_timeout_s:g} s; its last lines:\n{process.tail()}\n",
             expected="a server that is ready", fix="Raise engine.start_timeout_s, or see why it is slow.",
+        )  # fmt: skip
+
+    def _port_taken(self, client: Client, how: str = "") -> InfrastructureError:
+        return InfrastructureError(
+            f"starting SGLang of {self._context.name}", got=f"{client.url}: {PORT_TAKEN} {how}".rstrip(),
+            expected="a port that is free still",
+            fix="Several ports were tried; see what takes them so quickly on this machine.",
         )  # fmt: skip
 
     async def _facts(self, client: Client) -> ServerFacts:

@@ -66,10 +66,8 @@ async def load_version(server: Server, prepared: Prepared) -> None:
         )  # fmt: skip
     elif prepared.source.kind == "delta":
         folder = await _materialised(prepared)
-        try:
-            await _from_disk(server, prepared, str(folder))
-        finally:
-            shutil.rmtree(folder.parent, ignore_errors=True)
+        server.unread.append(folder.parent)  # until it has loaded this: it ends when what it reads goes
+        await _from_disk(server, prepared, str(folder))
     else:
         await _from_disk(server, prepared, prepared.folder)
     with tearing(prepared.source.version):
@@ -80,6 +78,7 @@ async def load_version(server: Server, prepared: Prepared) -> None:
             got=f"version {info.get('weight_version')}", expected=f"version {prepared.source.version}",
             fix="Does somebody else update this server?",
         )  # fmt: skip
+    server.discard_unread()
 
 
 class _Making:

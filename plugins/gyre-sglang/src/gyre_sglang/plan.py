@@ -18,6 +18,7 @@ from gyre_sglang.options import SGLangOptions
 
 SERVER_SIDE = Path(__file__).parent / "server"
 """Put on the server's PYTHONPATH: a CPU platform, a launcher and a cache linker, found by SGLang as a plugin."""
+COMMAND_GRACE_S = 30.0
 SPARE_TOKENS = 8
 """SGLang keeps a few positions of its context for itself; it is asked for so many more than calls may use."""
 
@@ -34,6 +35,10 @@ class LaunchPlan:
     """Starts a server that waits for its flags on standard input; empty where there is no such thing."""
     flags: tuple[str, ...] = ()
     """What such a server is told."""
+    seed: int | None = None
+    """By which the server is known to be this plan's; None when the user's `arguments` name another."""
+    grace_s: float = 0.0
+    """How long what was started may take to end what it started in its turn, elsewhere, such as a container."""
 
 
 def launch_plan(
@@ -51,9 +56,10 @@ def launch_plan(
     tp = _tensor_parallel(options, 1 if cpu else max(1, accelerators))
     module = "gyre_sglang_server.serve" if cpu else "sglang.launch_server"
     start = options.command or (python, "-m", module)
+    seed &= 0x7FFFFFFF
     flags = [
         "--model-path", location, "--host", "127.0.0.1", "--port", str(port),
-        "--weight-version", str(version), "--random-seed", str(seed & 0x7FFFFFFF),
+        "--weight-version", str(version), "--random-seed", str(seed),
         "--dtype", options.dtype, "--page-size", str(options.page_size),
         "--skip-tokenizer-init", "--incremental-streaming-output", "--enable-cache-report", "--skip-server-warmup",
         "--log-level-http", "warning",
@@ -72,7 +78,11 @@ def launch_plan(
     flags += ["--sleep-on-idle"] if cpu else []  # its scheduler else spins on a core that others need
     words = (*flags, *options.arguments)
     spare = (*start, "--spare") if cpu and options.cpu_spare and not options.command else ()
-    return LaunchPlan((*start, *words), _variables(cpu, threads, orders), port, spare, words)
+    return LaunchPlan(
+        (*start, *words), _variables(cpu, threads, orders), port, spare, words,
+        seed=None if any(word.startswith("--random") for word in options.arguments) else seed,
+        grace_s=COMMAND_GRACE_S if options.command else 0.0,
+    )  # fmt: skip
 
 
 def require_sizes(options: SGLangOptions, device: str, accelerators: int) -> None:

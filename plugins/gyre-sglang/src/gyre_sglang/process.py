@@ -31,8 +31,8 @@ TAIL_LINES = 12
 class ServerProcess:
     """One server and its children, from `start` to `stop`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path, log_from: int) -> None:
-        self._process, self.log, self._log_from = process, log, log_from
+    def __init__(self, process: asyncio.subprocess.Process, log: Path, log_from: int, grace_s: float = 0.0) -> None:
+        self._process, self.log, self._log_from, self.grace_s = process, log, log_from, grace_s
         self.exited = asyncio.ensure_future(process.wait())
         """Done when the server has ended; its result is the exit status."""
 
@@ -55,20 +55,22 @@ class ServerProcess:
                 env={**inherited_environment(), **plan.env},
                 stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
-        return cls(process, log, log_from)
+        return cls(process, log, log_from, plan.grace_s)
 
     def send(self, argv: Sequence[str]) -> None:
         """Tell a spare server what to serve."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(list(argv)).encode() + b"\n")
 
-    async def stop(self, grace_s: float = 0.0) -> None:
-        """End it and all its children; with `grace_s` they are asked first. Returns when their memory is free."""
-        if grace_s and not self.exited.done():
-            self._signal(signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self.exited), grace_s)
-        self._signal(signal.SIGKILL)
+    async def stop(self) -> None:
+        """End it and all its children; where the plan has a grace they are asked first. Returns when their memory is
+        free."""
+        try:
+            if self.grace_s and not self.exited.done():
+                self._signal(signal.SIGTERM)
+                await asyncio.wait([self.exited], timeout=self.grace_s)
+        finally:
+            self._signal(signal.SIGKILL)
         await asyncio.shield(self.exited)
         for _ in range(int(LEFT_S / 0.01)):
             if not _session(self._process.pid):

@@ -7,6 +7,7 @@ which ends it. Not here: the server (`loading`).
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ class Prepared:
     shapes: Shapes
     folder: str = ""
     digest: str = ""
-    """Of the contents; empty when nobody told."""
+    """Of the contents, or of the files' times where they have none; empty for a broadcast of which nobody told it."""
     changed_only: bool = False
     """A delta on the version that the server holds: only what it changes is loaded."""
     meeting: Meeting | None = None
@@ -56,7 +57,7 @@ class Prepared:
 
 def open_source(source: WeightSource) -> Version:
     """Open and check a version at rest; InfrastructureError when it is missing, cut short, damaged or of another
-    number, CapabilityError for another kind of source. Reads all of it: run it in a thread."""
+    number or digest, CapabilityError for another kind of source. Reads all of it: run it in a thread."""
     doing = f"loading policy version {source.version} from {source.location}"
     if source.kind not in AT_REST:
         raise CapabilityError(
@@ -64,7 +65,7 @@ def open_source(source: WeightSource) -> Version:
             fix="Publish the version to a folder.",
         )  # fmt: skip
     try:
-        opened = open_version(source.location)
+        opened = open_version(source.location, digest=source.digest or None)
         opened.verify()
     except WeightsError as error:
         raise InfrastructureError(doing, got=str(error), expected="a published version") from error
@@ -97,7 +98,8 @@ def prepare(source: WeightSource, shapes: Shapes, *, tied: bool, held: str = "")
     """Check a version against the model that is served (`shapes`); a group's is checked when its plan comes. `held` is
     the content digest of the version it has now."""
     if source.kind == COLLECTIVE:
-        return Prepared(source, shapes, meeting=read_meeting(source), optional=(HEAD,) if tied else ())
+        meeting = read_meeting(source)
+        return Prepared(source, shapes, digest=source.digest, meeting=meeting, optional=(HEAD,) if tied else ())
     return fitting(source, open_source(source), shapes, tied=tied, held=held)
 
 
@@ -116,9 +118,16 @@ def fitting(source: WeightSource, opened: Version, shapes: Shapes, *, tied: bool
         )  # fmt: skip
     base = opened.manifest.base
     return Prepared(
-        source, shapes, str(Path(source.location).resolve()), opened.digest,
+        source, shapes, str(Path(source.location).resolve()), opened.digest or source.digest or _stamp(opened),
         changed_only=base is not None and held == base.digest != "", optional=optional,
     )  # fmt: skip
+
+
+def _stamp(opened: Version) -> str:
+    """Names the contents of a folder that has no digests, unless somebody writes into it and hides that."""
+    stats = [(name, (opened.folder / name).stat()) for name in sorted(opened.manifest.files)]
+    text = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    return f"files:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def read_meeting(source: WeightSource) -> Meeting:

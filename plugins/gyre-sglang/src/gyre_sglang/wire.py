@@ -160,9 +160,14 @@ class StreamReader:
         meta, new = event.meta_info, event.output_ids
         if meta is None or new is None:
             raise self._broken(f"an event without tokens: {text[:120]!r}", "output_ids and meta_info")
-        pairs = meta.output_token_logprobs or []
+        pairs, finish = meta.output_token_logprobs or [], meta.finish_reason
         if not self._incremental:
             new, pairs = new[self.sampled :], pairs[self.sampled :]
+        elif finish is not None and finish.type == "abort" and meta.completion_tokens is not None:
+            # A call that ends in the server's queue, put back there for want of KV, repeats its last token and has the
+            # logprobs of all.
+            unheard = meta.completion_tokens - self.sampled
+            new, pairs = (new[-unheard:], pairs[-unheard:]) if unheard > 0 else ([], [])
         self._check(new, pairs, logprobs)
         ids += new
         self.sampled += len(new)
