@@ -97,6 +97,72 @@ async def served(
         await server.stop()
 
 
+@pytest.fixture
+async def running(served: Any, ask: Any) -> Any:
+    """`await running(options={})`: a fake, an engine, and a call of 100 tokens on its way."""
+
+    async def make(options: dict[str, Any] | None = None) -> tuple[Any, VLLMEngine, asyncio.Task[Any]]:
+        server, engine = await served({"control_timeout_s": 30.0} | (options or {}))
+        chunks: list[Any] = []
+        server.most = 50
+        task = asyncio.create_task(ask(engine, [7], 100, name="running", into=chunks))
+        while not chunks:
+            await asyncio.sleep(0.002)
+        return server, engine, task
+
+    return make
+
+
+@pytest.fixture
+def serves(fake: ModuleType) -> Any:
+    """`await serves(engine, version, prompt)`: a call comes back, with tokens and logprobs of these weights."""
+
+    async def check(engine: VLLMEngine, version: int, prompt: list[int], **how: Any) -> Result:
+        result = await asyncio.wait_for(collect(engine, prompt, 4, name="after", **how), 60)
+        ids = list(prompt)
+        for token in result.ids:
+            assert token == fake.token_after(ids, 10 + version)
+            ids.append(token)
+        assert result.versions == [version] * 4
+        assert result.logprobs == [fake.logprob_of(10 + version)] * 4
+        return result
+
+    return check
+
+
+# -- servers of ours ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def owned(context: ComponentContext) -> AsyncIterator[Any]:
+    """`owned(*faults, **options)`: an engine that starts fakes as servers of its own."""
+    made: list[VLLMEngine] = []
+
+    def make(*faults: str, **how: Any) -> VLLMEngine:
+        command = (sys.executable, str(HERE / "vllm_fake.py"))
+        options = {"command": command, "arguments": faults, "control_timeout_s": 10.0} | how
+        made.append(VLLMEngine(VLLMOptions(**options), context))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        await engine.close()
+
+
+@pytest.fixture
+def process_of() -> Callable[[VLLMEngine], tuple[int, int]]:
+    """`process_of(engine)`: the keeper's and the server's process."""
+
+    def find(engine: VLLMEngine) -> tuple[int, int]:
+        server = engine._state.server
+        assert server is not None
+        assert server.process is not None
+        keeper = server.process._process.pid
+        return keeper, int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
+
+    return find
+
+
 # -- the real server ---------------------------------------------------------------------------------------------------
 
 

@@ -104,6 +104,24 @@ async def test_the_counters_are_the_servers_own(served: Any, ask: Any) -> None:
     assert (await engine.load()).prefill_tokens_per_s == pytest.approx(1000)
 
 
+async def test_what_the_server_never_began_was_not_computed(served: Any, ask: Any, sources: list[WeightSource]) -> None:
+    """A call that waits for a slot when the weights change is sent again, and its prompt computed once."""
+    server, engine = await served(slots=1)
+    chunks: list[Any] = []
+    server.most = 40
+    holder = asyncio.create_task(ask(engine, [9], 80, name="holder", into=chunks))
+    while not chunks:
+        await asyncio.sleep(0.002)
+    waiting = asyncio.create_task(ask(engine, list(range(50)), 4, name="waiting"))
+    while not server.waiting:
+        await asyncio.sleep(0.002)
+    await engine.update_weights(sources[1])
+    server.most = 80
+    assert len((await asyncio.wait_for(holder, 60)).ids) == 80
+    assert (await asyncio.wait_for(waiting, 60)).versions == [1] * 4
+    assert (await engine.load()).prefilled_tokens == server.totals["local_compute"] == 51
+
+
 async def test_an_abort_brings_out_what_was_sampled(served: Any, ask: Any, fake: ModuleType) -> None:
     _, engine = await served({"stream_tokens": 7})
     chunks: list[Any] = []

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from gyre_core import (
     CapabilityError,
@@ -20,6 +21,8 @@ from gyre_core import (
 )
 from gyre_vllm.engine import VLLMEngine
 from gyre_vllm.labels import VersionLabels
+from gyre_vllm.weights import read_version
+from gyre_weights import publish_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,15 +176,32 @@ async def test_an_update_that_cannot_be_read_does_not_even_pause(
     assert (await ask(engine, [1], 5)).versions == [0] * 5
 
 
-async def test_a_load_that_fails_brings_the_old_weights_back(
-    served: Any, ask: Any, fake: ModuleType, sources: list[WeightSource]
+async def test_a_version_of_other_contents_is_refused(
+    served: Any, serves: Any, tmp_path: Path, sources: list[WeightSource]
 ) -> None:
+    """A run that was set back publishes a version a second time: whoever has heard of one must not load the other."""
+    names, config = ("w", "lm_head.weight"), (Path(sources[1].location) / "config.json").read_bytes()
+    tensors = ((name, np.asarray([11], np.int64)) for name in names)
+    published = publish_full(tmp_path / "published", 1, tensors, extras={"config.json": config})
+    _, engine = await served()
+    with pytest.raises(InfrastructureError, match="contents"):
+        await engine.update_weights(WeightSource(1, published.location, digest="0" * 16))
+    await serves(engine, 0, [1])
+    told = WeightSource(1, published.location, digest=published.digest)
+    assert read_version(told, "reading").digest == published.digest
+
+
+@pytest.mark.parametrize("fault", ["load-fails", "worker-error"])
+async def test_a_load_that_fails_brings_the_old_weights_back(
+    served: Any, ask: Any, fake: ModuleType, sources: list[WeightSource], fault: str
+) -> None:
+    """Whether the server says so or a worker's own answer does."""
     server, engine = await served()
     chunks: list[Any] = []
     task = asyncio.create_task(ask(engine, [4], 120, into=chunks))
     await until(chunks, 2, task)
-    server.faults.add("load-fails")
-    with pytest.raises(InfrastructureError, match="load failed"):
+    server.faults.add(fault)
+    with pytest.raises(InfrastructureError, match=r"load failed|worker failed"):
         await engine.update_weights(sources[1])
     assert engine.version == 0
     result = await task
@@ -247,6 +267,17 @@ async def test_sleep_and_wake(served: Any, ask: Any, sources: list[WeightSource]
     assert result.versions == [2] * 4
     assert result.cached == 0
     assert set(engine.timings) == {"start", "sleep", "wake"}
+
+
+async def test_workers_are_given_no_time_for_their_answers(served: Any, ask: Any, sources: list[WeightSource]) -> None:
+    """They answer in order and without names: an answer that vLLM's executor has given up is taken for the next one."""
+    server, engine = await served()
+    await ask(engine, [1], 3)
+    await engine.update_weights(sources[1])
+    await engine.sleep()
+    await engine.wake(sources[2])
+    assert {"gyre_load", "gyre_sleep", "gyre_wake"} <= {order["method"] for order in server.orders}
+    assert not [order for order in server.orders if order.get("timeout") is not None]
 
 
 async def test_somebody_elses_change_of_weights_is_found_out(served: Any, ask: Any) -> None:

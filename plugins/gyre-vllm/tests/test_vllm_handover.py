@@ -214,6 +214,23 @@ async def test_what_does_not_fit_never_reaches_the_destination(
         await a.kv_export("s-a")
 
 
+async def test_kv_of_other_contents_under_the_same_version_is_refused(
+    served: Any, sources: list[WeightSource], ask: Any
+) -> None:
+    """A run that was set back publishes a version a second time, and one of its cells may still have the first."""
+    _, a, server, b = await two(served, sources)
+    await a.update_weights(replace(sources[1], digest="first"))
+    await b.update_weights(replace(sources[1], digest="second"))
+    await ask(a, list(range(40)), 3)
+    held = await a.kv_export("s-a")
+    assert held is not None
+    with pytest.raises(InfrastructureError, match=r"first.*second"):
+        await b.kv_import(held)
+    assert server.bodies == []
+    await b.update_weights(replace(sources[1], digest="first"))
+    assert (await b.kv_import(held)).tokens == 43
+
+
 async def test_there_is_nothing_to_export_of_strangers_and_of_older_weights(
     served: Any, sources: list[WeightSource], ask: Any
 ) -> None:
@@ -309,7 +326,9 @@ async def test_a_session_goes_on_on_another_real_server(
     a, b = (VLLMEngine(options, ComponentContext(str(tmp_path), name)) for name in "ab")
     rig = EngineRig(lambda: a, tiny_sources, 320)
     try:
-        await asyncio.gather(a.start(tiny_sources[0]), b.start(tiny_sources[0]))
+        # From another folder, as a cell has it that comes back from training: the connector's own check tells by that.
+        await asyncio.gather(a.start(tiny_sources[0]), b.start(tiny_sources[1]))
+        await b.update_weights(tiny_sources[0])
         prompt = rig.prompt(600)
         running = Watched(a, request_of(prompt, 300, name="r", session="s"))
         await running.until(60)

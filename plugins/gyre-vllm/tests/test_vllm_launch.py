@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -123,6 +124,13 @@ def test_a_server_with_a_connector_keeps_its_blocks_where_others_look_for_them()
     assert _sleeps(told, frozenset({"/sleep"}), ours=True)
     assert not _sleeps(told | {"connector": True}, frozenset({"/sleep"}), ours=True)
     assert not _sleeps({"device": "cpu", "connector": True}, frozenset(), ours=True)
+
+
+def test_cells_that_started_with_different_versions_pass_each_others_handshake() -> None:
+    """NIXL's own check has the folder that a server was started with in its hash."""
+    plan = launch_plan(VLLMOptions(transfers=True), "/run/v7", ("vllm", "serve"), Place("127.0.0.1", 1))
+    config = json.loads(value(plan.argv, "--kv-transfer-config") or "")
+    assert config["kv_connector_extra_config"] == {"enforce_handshake_compat": False}
 
 
 @pytest.mark.parametrize("given", [{"tensor_parallel": 3}, {"resident_gb": 90.0, "device_memory_gb": 96.0}])

@@ -93,7 +93,10 @@ class FakeVLLM:
         self.reads = asyncio.Event()
         """Cleared: calls are taken from their connections no more, and nobody knows of them."""
         self.reads.set()
-        self.device, self.replicas = "cpu", 1
+        self.mute: set[str] = set()
+        """"resume", "abort", methods of workers: they are carried out, and not answered while they are in here."""
+        self.orders: list[dict[str, Any]] = []
+        self.device, self.replicas, self.model, self.prepared = "cpu", 1, "gyre", False
         self._names = itertools.count()
 
     async def start(self, port: int = 0) -> str:
@@ -123,6 +126,7 @@ class FakeVLLM:
     async def stop(self) -> None:
         for gate in (self.room, self.late, self.reads):
             gate.set()
+        self.mute.clear()
         self._ticker.cancel()
         await self._runner.cleanup()
 
@@ -158,7 +162,7 @@ class FakeVLLM:
         call.context.append(token)
         call.sampled.append(token)
         call.versions.append(self.version)
-        call.logprobs.append(logprob_of(self.weights))
+        call.logprobs.append(logprob_of(self.weights) - (self.extension and not self.prepared))
         self.totals["generation"] += 1
         self.cache |= {(call.salt, block) for block in self._blocks(call.context[:-1])}
         if token in call.stops:
@@ -284,6 +288,10 @@ class FakeVLLM:
         if f"{what}-fails" in self.faults:
             raise web.HTTPInternalServerError(text=json.dumps({"error": {"message": f"{what} failed"}}))
 
+    async def _until_told(self, what: str) -> None:
+        while what in self.mute:
+            await asyncio.sleep(self.tick_s)
+
     async def _pause(self, request: web.Request) -> web.Response:
         self._may_fail("pause")
         assert "connector" not in self.faults, "vLLM would wait for ever for a lease to end"
@@ -298,6 +306,7 @@ class FakeVLLM:
         self._may_fail("resume")
         self.log.append("resume")
         self.paused = False
+        await self._until_told("resume")
         return web.json_response({"status": "resumed"})
 
     async def _abort(self, request: web.Request) -> web.Response:
@@ -305,6 +314,7 @@ class FakeVLLM:
         for call in [*self.running, *self.waiting]:
             if call.id in ids:
                 self._finish(call, "abort")
+        await self._until_told("abort")
         return web.json_response({"status": "aborted"})
 
     async def _set_version(self, request: web.Request) -> web.Response:
@@ -321,15 +331,18 @@ class FakeVLLM:
     async def _rpc(self, request: web.Request) -> web.Response:
         body = await request.json()
         method, given = body["method"], body.get("kwargs", {})
+        self.orders.append(body)
         if method.startswith("gyre_") and not self.extension:
             return web.json_response({"error": {"message": f"no attribute {method!r}"}}, status=500)
         self.log.append(method)
         result = getattr(self, f"_do_{method}")(**given)
         if asyncio.iscoroutine(result):
             result = await result
+        await self._until_told(method)
         return web.json_response({"results": [result]})
 
     def _do_gyre_prepare(self) -> dict[str, Any]:
+        self.prepared = True
         return {
             "device": self.device, "data_parallel": self.replicas, "sleep_mode": True,
             "experts": self.experts,
@@ -379,6 +392,9 @@ class FakeVLLM:
     async def _do_gyre_load(self, location: str, package: str) -> dict[str, Any]:
         assert not self.asleep
         assert (Path(package) / "__init__.py").exists()
+        if "worker-error" in self.faults:
+            self.faults.discard("worker-error")
+            return {"error": "worker failed"}
         await self._do_reload_weights(location)
         return {"repacked": []}
 
@@ -393,7 +409,7 @@ class FakeVLLM:
         return web.json_response({"paths": {path: {} for path in self.paths if path not in left_out}})
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "gyre", "max_model_len": CONTEXT}]})
+        return web.json_response({"data": [{"id": self.model, "max_model_len": CONTEXT}]})
 
     async def _info(self, request: web.Request) -> web.Response:
         config = {
@@ -403,6 +419,7 @@ class FakeVLLM:
         return web.json_response({"vllm_config": config})
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        self._may_fail("metrics")
         used = sum(-(-len(call.context) // BLOCK) for call in self.running)
         return web.Response(
             text=f"""# HELP vllm:num_requests_running Running.
@@ -429,9 +446,9 @@ def _spans(versions: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-async def _serve(port: int, number: int, faults: Iterable[str]) -> None:
+async def _serve(port: int, number: int, model: str, faults: Iterable[str]) -> None:
     server = FakeVLLM(tick_s=0.02)  # so that a call of it outlasts a pause of the process that asks
-    server.weights, server.faults = number, set(faults)
+    server.weights, server.model, server.faults = number, model, set(faults)
     print("serving", await server.start(port), flush=True)
     await asyncio.Event().wait()
 
@@ -441,4 +458,5 @@ if __name__ == "__main__":  # as `vllm serve MODEL ... --port N` is called
     weights = struct.unpack("<q", (Path(words[0]) / "model.safetensors").read_bytes()[-8:])[0]
     if "--die" in words:
         sys.exit("ERROR torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB")
-    asyncio.run(_serve(int(words[words.index("--port") + 1]), weights, [w for w in words if w.endswith("-fails")]))
+    port, model = (words[words.index(flag) + 1] for flag in ("--port", "--served-model-name"))
+    asyncio.run(_serve(int(port), weights, model, [w for w in words if w.endswith("-fails")]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from enum import Enum
 from typing import Any
 
@@ -53,6 +54,8 @@ class RunningCall:
         self.stirred = asyncio.Event()
         """Something happened that a call waiting at the gate must see."""
         self.answer: aiohttp.ClientResponse | None = None
+        self.patience: asyncio.Timeout | None = None
+        """For its present answer to begin, while it has not."""
         self.dropped = False
         """Its present answer is to be closed, also one that has not begun."""
         self.transfer: dict[str, Any] | None = None
@@ -62,6 +65,8 @@ class RunningCall:
         self.cached: int | None = None
         self.computed = 0
         self.over = False
+        self.handing = False
+        """Its caller has what came last, and has not asked for more."""
 
     @property
     def routed_from(self) -> int | None:
@@ -76,6 +81,8 @@ class RunningCall:
         self.dropped = True
         if self.answer is not None:
             self.answer.close()
+        elif self.patience is not None and not self.patience.expired():
+            self.patience.reschedule(0.0)
 
     def abort(self) -> None:
         """Mark it as over from outside."""
@@ -95,6 +102,8 @@ class Segment:
         self.spans: tuple[Span, ...] = ()
         self.experts: Array | None = None
         self.done = False
+        self._began = False
+        """It has brought a token: its prompt was computed, or found."""
 
     def take(self, data: bytes) -> GenerateChunk | None:
         """The chunk to hand out for these bytes, if any. The last tokens are held for `last`."""
@@ -123,7 +132,8 @@ class Segment:
         self.spans = piece.spans or self.spans
         self.experts = piece.experts if piece.experts is not None else self.experts
         self.done = self.done or piece.done
-        if piece.prompt_tokens is not None and self.finish is not None:
+        self._began = self._began or bool(piece.token_ids)
+        if piece.prompt_tokens is not None and self.finish is not None and self._began:
             found = piece.cached or 0
             call.cached = found if call.cached is None else call.cached
             call.computed += piece.prompt_tokens - found
@@ -132,6 +142,17 @@ class Segment:
         start = len(self._call.sampled)
         self._call.sampled.extend(ids)
         return GenerateChunk(tuple(ids), tuple(logprobs), self._call.labels.of(start, len(ids)))
+
+
+@asynccontextmanager
+async def _begun(call: RunningCall, limit_s: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """TimeoutError when the call's answer brings nothing in this time, or is dropped before it begins."""
+    async with asyncio.timeout(limit_s) as patience:
+        call.patience = patience
+        try:
+            yield patience
+        finally:
+            call.patience = None
 
 
 async def run_segment(
@@ -146,7 +167,7 @@ async def run_segment(
     """Send what is left of the call and hand out its tokens. The last chunk has `finish` unless the call must go on in
     another segment. Raises InfrastructureError when the answer breaks off and nobody cut it."""
     segment = Segment(call, vocab)
-    call.dropped, done = False, len(call.sampled)
+    call.dropped, call.handing, done = False, False, len(call.sampled)
     body = request_body(
         model, [*call.prompt, *call.sampled], call.request.sampling.rest(done), call.limit - done, salt,
         every=every, transfer=call.transfer, routed_from=call.routed_from,
@@ -154,10 +175,10 @@ async def run_segment(
     fetching, call.transfer = call.transfer is not None, None
     try:
         async with (
-            asyncio.timeout(FETCH_S if fetching else None) as patience,
+            _begun(call, FETCH_S if fetching else None) as patience,
             client.stream(body, call.server_id, call.doing) as answer,
         ):
-            call.answer = answer
+            call.answer, call.patience = answer, None
             if call.dropped:  # what it would bring was sampled under weights that are not the ones it is told for
                 answer.close()
                 raise ConnectionAbortedError("dropped before its answer began")
@@ -166,11 +187,14 @@ async def run_segment(
                 progress()
                 chunk = segment.take(data)
                 if chunk is not None:
+                    call.handing = True
                     yield chunk
+                    call.handing = False
+                    progress()
                 if segment.done:
                     break
     except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-        if call.cut is Cut.NONE and patience.expired():
+        if call.cut is Cut.NONE and patience.expired() and not call.dropped:
             log.warning("%s: no KV from another server in %g s; it is computed here", call.doing, FETCH_S)
             call.cut = Cut.RESTART
         elif call.cut is Cut.NONE:
@@ -178,8 +202,9 @@ async def run_segment(
                 call.doing, got=f"{type(error).__name__}: {error}", expected="an answer to its end"
             ) from error
     finally:
-        call.answer = None
-    yield _end(call, segment)
+        call.answer, call.handing = None, False
+    last, call.handing = _end(call, segment), True
+    yield last
 
 
 def _end(call: RunningCall, segment: Segment) -> GenerateChunk:

@@ -22,20 +22,14 @@ from gyre_core import CapabilityError, ComponentContext, InfrastructureError, Pa
 from gyre_vllm.calls import Cut, RunningCall
 from gyre_vllm.loading import load_version, require_loadable, require_members, require_vocabulary
 from gyre_vllm.options import VLLMOptions
-from gyre_vllm.server import Facts, Server, launch
+from gyre_vllm.server import Server, launch, sleep_way
 from gyre_vllm.state import EngineState, Phase
+from gyre_vllm.waiting import to_its_end
 from gyre_vllm.watch import watch
 from gyre_vllm.weights import COLLECTIVE, ModelVersion, read_version, require_same
 from gyre_vllm.wire import ID_PREFIX
 
 log = logging.getLogger("gyre.vllm")
-
-
-def sleep_way(options: VLLMOptions, facts: Facts | None) -> str | None:
-    """See `Changes.sleep_way`; without `facts`, what is to be expected of the server."""
-    if options.sleep in ("auto", "memory") and (facts is None or facts.sleeps):
-        return "memory"
-    return None if options.sleep == "memory" or options.url else "restart"
 
 
 class Changes:
@@ -48,6 +42,8 @@ class Changes:
         self._model: ModelVersion | None = None
         self._watch: asyncio.Task[None] | None = None
         self._lives = 0
+        self._lying = False
+        """The server has given its memory back, or was told to."""
 
     @asynccontextmanager
     async def _timed(self, what: str) -> AsyncIterator[None]:
@@ -86,15 +82,16 @@ class Changes:
                 await self._load(server, source)
                 await server.client.forget_prefixes()
             await server.client.set_version(source.version)
+            before = (await server.client.load()).sampled
             if load:
                 await self._go_on(server)
         except BaseException:
             await server.end()
             raise
         state.server, state.vocab = server, model.vocab
-        state.sampled_before = state.sampled - (await server.client.load()).sampled
+        state.sampled_before = state.sampled - before
         state.fault, state.paused = None, False
-        self._enter(source)
+        self._enter(source, model.digest)
         state.phase = Phase.READY
         state.open.set()
         self._watch = asyncio.create_task(watch(state, server, self._options.stall_s))
@@ -109,7 +106,7 @@ class Changes:
     async def close(self) -> None:
         """See `VLLMEngine.close`."""
         async with self._lock:
-            if self._state.phase is Phase.CLOSED:
+            if self._state.phase is Phase.CLOSED and self._state.server is None:
                 return
             self._state.phase = Phase.CLOSED
             self._state.release()
@@ -121,15 +118,16 @@ class Changes:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
-        server, state.server = state.server, None
+        server = state.server
         state.open.clear()
         if server is None:
             return
-        if server.process is None and state.paused and not server.facts.connector:
+        if server.process is None and state.paused and not self._lying and not server.facts.connector:
             with contextlib.suppress(InfrastructureError):
                 await server.client.resume()
-        state.paused = False
+        state.paused = self._lying = False
         await server.end()
+        state.server = None
 
     # -- pause -------------------------------------------------------------------------------------------------------
 
@@ -140,38 +138,42 @@ class Changes:
             async with self._shut(server, "pausing"):
                 if not state.paused:
                     await self._halt(server)
-                    state.paused = True
                 calls = list(state.calls)
                 if mode is PauseMode.ABORT:
                     for call in calls:
                         call.abort()
                     await state.end_segments(server, calls)
+                state.paused = True  # not before: one that was given up is no pause that anybody ends
 
     @asynccontextmanager
     async def _shut(self, server: Server, doing: str) -> AsyncIterator[None]:
         """Let no call enter meanwhile. Afterwards, whatever failed, the engine takes calls again unless it is paused or
-        asleep, or it has failed."""
+        asleep, or it has failed; also when who asked is cancelled while it does."""
         self._state.open.clear()
         try:
             yield
         except BaseException as error:
             with contextlib.suppress(InfrastructureError):  # is in the engine's fault; who asked is told the first one
-                await self._reopen(server, doing, error)
+                await to_its_end(self._reopen(server, doing, error))
             raise
-        await self._reopen(server, doing)
+        await to_its_end(self._reopen(server, doing))
 
     async def _reopen(self, server: Server, doing: str, before: BaseException | None = None) -> None:
         state = self._state
         if state.paused or state.phase is not Phase.READY:
             return
         try:
-            await self._go_on(server)
+            await self._let_in(server)
         except InfrastructureError as error:
             got = str(error) if before is None else f"{str(before) or type(before).__name__}; and after it {error}"
             state.fail(InfrastructureError(doing, got=got, expected="a server that goes on"))
             raise
-        state.note_progress()
-        state.open.set()
+
+    async def _let_in(self, server: Server) -> None:
+        await self._go_on(server)
+        if self._state.phase is Phase.READY:
+            self._state.note_progress()
+            self._state.open.set()
 
     async def _halt(self, server: Server) -> None:
         """Let the server sample nothing more; the gate is closed. With a KV connector its pause would wait for leases
@@ -193,11 +195,8 @@ class Changes:
         """See `VLLMEngine.resume`."""
         async with self._lock:
             state, server = self._state, self._state.ready("resuming")
-            if state.paused:
-                await self._go_on(server)
-                state.paused = False
-            state.note_progress()
-            state.open.set()
+            state.paused = False  # also when no answer comes: the next change pauses the server itself
+            await to_its_end(self._let_in(server))
 
     async def flush(self) -> None:
         """See `VLLMEngine.flush_cache`."""
@@ -214,20 +213,21 @@ class Changes:
             state, server = self._state, self._state.ready("updating weights")
             if source.kind == COLLECTIVE:
                 require_members(server, self._options, source)
+                digest = source.digest
             else:
-                await self._read_next(server, source)
+                digest = (await self._read_next(server, source)).digest
             async with self._shut(server, f"loading policy version {source.version}"):
                 if not state.paused:
                     await self._halt(server)
                 with state.transfers.none():
                     borders = await self._borders(server)
                     await self._load_or_restore(server, source)
-                    self._enter(source)
+                    self._enter(source, digest)
                 for call, border in borders.items():
                     call.labels.change(border, source.version)
 
-    def _enter(self, source: WeightSource) -> None:
-        self._state.version, self._state.source = source.version, source
+    def _enter(self, source: WeightSource, digest: str) -> None:
+        self._state.version, self._state.source, self._state.digest = source.version, source, digest
         self._state.epoch += 1
 
     async def _borders(self, server: Server) -> dict[RunningCall, int]:
@@ -312,6 +312,7 @@ class Changes:
                 raise InfrastructureError("loading it again", got="a broadcast", expected="a version at rest") from None
             await load(server, old)
             await server.client.set_version(old.version)
+            self._lying = False
         except InfrastructureError as error:
             self._state.fail(
                 InfrastructureError(
@@ -320,6 +321,9 @@ class Changes:
                     expected="one whole set of weights",
                 )
             )
+        except BaseException as error:
+            self._unheard(f"{doing}: bringing version {old.version} back", error)
+            raise
 
     # -- sleep -------------------------------------------------------------------------------------------------------
 
@@ -329,6 +333,9 @@ class Changes:
             state, way, doing = self._state, self.sleep_way(), "putting vLLM to sleep"
             if way is None:
                 raise CapabilityError(doing, got="a server that cannot", expected="SLEEP")
+            if state.phase is Phase.ASLEEP and state.server is not None and state.server.ending:
+                await self._down()  # who asked first has given up
+                return
             if state.phase is not Phase.FAILED or self._options.url:
                 server = state.ready(doing)
                 try:
@@ -339,8 +346,8 @@ class Changes:
                     if state.fault is None or self._options.url:
                         raise
                     log.warning("vLLM falls asleep by being ended; its next wake is a start: %s", error)
-            await self._down()
             self._asleep()
+            await self._down()
 
     async def _lie_down(self, server: Server, way: str) -> None:
         state = self._state
@@ -354,9 +361,10 @@ class Changes:
             if way == "memory":
                 await self._give_back(server)
                 state.paused = not server.facts.connector
+                self._asleep()
             else:
+                self._asleep()
                 await self._down()
-            self._asleep()
 
     def _asleep(self) -> None:
         """Calls that came meanwhile end too: whoever made them is not to wait until it wakes."""
@@ -366,6 +374,7 @@ class Changes:
 
     async def _give_back(self, server: Server) -> None:
         """Weights and KV; on failure they are whole again before it raises, or the engine has failed."""
+        self._lying = True
         try:
             if server.facts.device.startswith("cuda"):
                 await server.client.ask("POST", "/sleep", query={"level": "2", "mode": "abort"})
@@ -390,11 +399,11 @@ class Changes:
                     "waking vLLM", got=f"an engine that is {state.phase.value}", expected="a sleeping one"
                 )
             model = await self._read_next(server, source)
-            if server is None or not await self._rouse(server, source):
+            if server is None or server.ending or not await self._rouse(server, source, model):
                 await self._down()
                 await self._up(source, model)
 
-    async def _rouse(self, server: Server, source: WeightSource) -> bool:
+    async def _rouse(self, server: Server, source: WeightSource, model: ModelVersion) -> bool:
         """Let a sleeping server go on with these weights; False when one of ours does not."""
         state, foreign = self._state, server.process is None
         if not server.alive:
@@ -410,8 +419,8 @@ class Changes:
                 raise
             log.warning("vLLM does not wake, and another is started: %s; %s", error, server.story())
             return False
-        state.paused = False
-        self._enter(source)
+        state.paused = self._lying = False
+        self._enter(source, model.digest)
         state.phase = Phase.READY
         state.note_progress()
         state.open.set()

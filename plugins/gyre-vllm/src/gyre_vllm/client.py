@@ -21,7 +21,8 @@ from gyre_vllm.wire import GENERATE, ID_PREFIX
 RPC = "/collective_rpc"
 RESTING = ("/pause", "/resume", "/abort_requests", "/update_weight_version")
 """Paths of the RL interface this plugin cannot do without; they need VLLM_SERVER_DEV_MODE=1."""
-_BAD_REQUEST = range(400, 500)
+_BAD_REQUEST = (400, 413, 422)
+"""What the server says of a request; 404 is of another model, so from another server."""
 
 
 class ServerClient:
@@ -91,8 +92,14 @@ class ServerClient:
 
     async def model(self) -> tuple[str, int]:
         """Name and longest context of the model it serves."""
-        first = _object(await self.ask("GET", "/v1/models"))["data"][0]
-        return str(first["id"]), int(first.get("max_model_len") or 0)
+        told = _object(await self.ask("GET", "/v1/models"))
+        try:
+            first = told["data"][0]
+            return str(first["id"]), int(first.get("max_model_len") or 0)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise InfrastructureError(
+                f"asking {self.url} for its model", got=f"{str(told)[:200]}", expected="a list of one"
+            ) from error
 
     async def configuration(self) -> dict[str, Any]:
         """vLLM's own configuration; takes seconds the first time."""
@@ -128,9 +135,15 @@ class ServerClient:
 
     async def rpc(self, method: str, *, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
         """Call a method on every worker; their answers."""
-        body = {"method": method, "kwargs": arguments, "timeout": timeout_s}
+        # No timeout in it: vLLM's workers answer in order, and an answer that its executor does not wait for is taken
+        # for that of the next order.
+        body = {"method": method, "kwargs": arguments}
         content = await self.ask("POST", RPC, timeout_s=timeout_s, body=body)
-        return list(_object(content).get("results", [])) if content else []
+        told = list(_object(content).get("results", [])) if content else []
+        failed = [str(answer["error"]) for answer in told if isinstance(answer, dict) and answer.get("error")]
+        if failed:
+            raise InfrastructureError(f"asking {self.url}{RPC} for {method}", got=failed[0], expected="an answer")
+        return told
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

@@ -35,13 +35,13 @@ from gyre_core import (
 )
 
 from gyre_vllm.calls import Cut, RunningCall, run_segment
-from gyre_vllm.changes import Changes, sleep_way
+from gyre_vllm.changes import Changes
 from gyre_vllm.client import ServerClient
 from gyre_vllm.handover import Arrivals, Contexts, connected, export_session, import_session, take_session
 from gyre_vllm.launch import degrees, memory_share
 from gyre_vllm.metrics import PrefillSpeed
 from gyre_vllm.options import VLLMOptions
-from gyre_vllm.server import Facts, Server, accelerators_of, probe
+from gyre_vllm.server import Facts, Server, accelerators_of, probe, sleep_way
 from gyre_vllm.state import EngineState, Phase
 
 
@@ -171,7 +171,6 @@ class VLLMEngine:
         call.transfer = self._arrivals.take(call.request.session, state.salt, call.prompt)
         call.labels.change(call.first, state.version)
         call.at_rest.clear()
-        state.note_progress()
         stream = run_segment(
             call, server.client, server.facts.model, state.vocab, call.salt, self.options.stream_tokens,
             state.note_progress,

@@ -78,11 +78,12 @@ class Contexts:
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """What an `ExportedKV` of this engine bears. `machine`: the source's address for other machines; `stopped`: of a
-    call that was ended for the move."""
+    call that was ended for the move; `digest`: of the weights that its KV was computed with, if anybody knows it."""
 
     export: Export
     machine: str
     stopped: bool = False
+    digest: str = ""
 
 
 class Arrivals:
@@ -125,7 +126,7 @@ async def export_session(state: EngineState, session: str, token_ids: Tokens, *,
         export = exported(answer, session, token_ids, version, time.time(), LEASE_S)
     except MoveRefused as error:
         raise InfrastructureError(doing, got=str(error), expected="an export") from error
-    return _held(export, server, token_ids, running=running)
+    return _held(export, state, server, token_ids, running=running)
 
 
 async def take_session(state: EngineState, session: str, calls: Sequence[RunningCall]) -> ExportedKV | None:
@@ -159,11 +160,13 @@ async def take_session(state: EngineState, session: str, calls: Sequence[Running
     except MoveRefused:
         return None
     same = longest.salt == state.salt and export.n_tokens == len(context) - 1
-    return _held(export, server, context, running=False, stopped=True) if same else None
+    return _held(export, state, server, context, running=False, stopped=True) if same else None
 
 
-def _held(export: Export, server: Server, tokens: Tokens, *, running: bool, stopped: bool = False) -> ExportedKV:
-    ticket = msgspec.json.encode(Ticket(export, server.machine, stopped))
+def _held(
+    export: Export, state: EngineState, server: Server, tokens: Tokens, *, running: bool, stopped: bool = False
+) -> ExportedKV:
+    ticket = msgspec.json.encode(Ticket(export, server.machine, stopped, state.digest))
     return ExportedKV(export.session, export.version, tokens, ticket, running)
 
 
@@ -179,6 +182,9 @@ async def import_session(state: EngineState, arrivals: Arrivals, given: Exported
         check_export(ticket.export, tokens, state.version, time.time())
     except (MoveRefused, VerificationFailed, msgspec.MsgspecError) as error:
         raise InfrastructureError(doing, got=str(error), expected="an export that fits") from error
+    if ticket.digest and state.digest and ticket.digest != state.digest:
+        got, expected = f"KV of version {state.version} with contents {ticket.digest}", f"contents {state.digest}"
+        raise InfrastructureError(doing, got=got, expected=expected)
     _require_reach(ticket, server, doing)
     if ticket.stopped:
         arrivals.add(state.salt, tokens, ticket.export)
@@ -229,4 +235,9 @@ def connected(state: EngineState, doing: str) -> Server:
 
 async def _complete(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     content = await server.client.ask("POST", COMPLETIONS, body=body)
-    return dict(msgspec.json.decode(content))
+    try:
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise InfrastructureError(
+            f"asking {server.client.url} for a session's KV", got=f"{content[:120]!r}", expected="an object"
+        ) from error

@@ -40,6 +40,8 @@ class Place:
     """Where the NIXL connectors of two servers find each other; only with `transfers`."""
     side_interface: str = ""
     """Name of the interface with that address; empty: not known."""
+    name: str = MODEL_NAME
+    """Under which it serves the model; one of its own tells it from another server on its port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def seed_of(seed: int, name: str) -> int:
 def launch_plan(options: VLLMOptions, model: str, start: tuple[str, ...], place: Place) -> LaunchPlan:
     """How to serve the model folder `model` at `place`; `start` comes from `interpreter`."""
     sizes = degrees(options, place.accelerators)
-    words = [*start, model, "--served-model-name", MODEL_NAME, "--host", place.host, "--port", str(place.port)]
+    words = [*start, model, "--served-model-name", place.name, "--host", place.host, "--port", str(place.port)]
     words += ["--tokens-only", "--skip-tokenizer-init", "--generation-config", "vllm", "--seed", str(place.seed)]
     words += ["--logprobs-mode", "raw_logprobs", "--enable-prompt-tokens-details", "--worker-extension-cls", EXTENSION]
     words += ["--dtype", options.dtype, "--max-num-seqs", str(options.max_running)]
@@ -142,10 +144,11 @@ def launch_plan(options: VLLMOptions, model: str, start: tuple[str, ...], place:
 
 _NIXL = (
     '{"kv_connector":"NixlConnector","kv_connector_module_path":"gyre_vllm_connector","kv_role":"kv_both",'
-    '"kv_load_failure_policy":"recompute"}'
+    '"kv_load_failure_policy":"recompute","kv_connector_extra_config":{"enforce_handshake_compat":false}}'
 )
 """Our own form of the stock connector. Not `bidirectional_kv_xfer`: what a server has fetched it would hold for a fetch
-back that nobody makes, and step all that time without work."""
+back that nobody makes, and step all that time without work. Its compatibility hash has the model's folder in it, which
+is another one for each version that a server was started with; what else it has is the same for all cells of a run."""
 
 
 def _side(place: Place) -> dict[str, str]:

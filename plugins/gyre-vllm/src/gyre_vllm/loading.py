@@ -20,6 +20,8 @@ async def load_version(
 ) -> None:
     """Let the workers load what lies at the source, or join its group and take what the first member broadcasts, which
     must have these shapes."""
+    if server.facts.extension and server.process is None:
+        await server.client.rpc("gyre_prepare")  # nobody has asked it of a server that its owner has started anew
     if source.kind == COLLECTIVE:
         await _receive(server, source, shapes, limit_s)
     elif server.facts.extension:

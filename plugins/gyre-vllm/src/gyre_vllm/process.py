@@ -74,7 +74,8 @@ class ServerProcess:
 
     async def end(self, timeout_s: float = 30.0) -> None:
         """End it and all its children; returns when they are gone."""
-        if self._process.stdin is not None:
+        if self._process.stdin is not None and not self._process.stdin.is_closing():
+            self._process.stdin.write(b"x")  # what was forked from this process may hold the pipe open
             self._process.stdin.close()
         try:
             await asyncio.wait_for(asyncio.shield(self.ended), timeout_s)

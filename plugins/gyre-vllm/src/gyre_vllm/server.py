@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,13 @@ from gyre_vllm.wire import GENERATE
 
 log = logging.getLogger("gyre.vllm")
 LOOPBACK = "127.0.0.1"
+PORT_TRIES = 3
+"""A port that is free when it is chosen may be taken by the time a server has imported all it needs."""
+PORT_TAKEN = "address already in use"
+
+
+class PortTakenError(InfrastructureError):
+    """The server's port is somebody else's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,7 @@ class Server:
 
     def __init__(self, client: ServerClient, process: ServerProcess | None, facts: Facts, machine: str) -> None:
         self.client, self.process, self.facts, self.machine = client, process, facts, machine
+        self.ending = False
 
     def story(self) -> str:
         """What is known of its end."""
@@ -77,9 +86,12 @@ class Server:
 
     async def end(self) -> None:
         """End it if it is ours; close connections."""
-        await self.client.close()
-        if self.process is not None:
-            await self.process.end()
+        self.ending = True
+        try:
+            await self.client.close()
+        finally:
+            if self.process is not None:
+                await self.process.end()
 
 
 async def launch(options: VLLMOptions, context: ComponentContext, model: str, life: int) -> Server:
@@ -94,6 +106,18 @@ async def launch(options: VLLMOptions, context: ComponentContext, model: str, li
         except BaseException:
             await client.close()
             raise
+    tries = 1 if options.port else PORT_TRIES
+    for left in reversed(range(tries)):
+        try:
+            return await _launched(options, context, model, life)
+        except PortTakenError as error:
+            if not left:
+                raise
+            log.warning("vLLM is started again at another port: %s", error)
+    raise AssertionError("unreachable")
+
+
+async def _launched(options: VLLMOptions, context: ComponentContext, model: str, life: int) -> Server:
     start = interpreter(options, context.base_dir)
     accelerators = accelerators_of(context)
     seed = seed_of(context.seed, f"{context.name} {life}")
@@ -103,8 +127,8 @@ async def launch(options: VLLMOptions, context: ComponentContext, model: str, li
     process = await ServerProcess.start(plan, Path(context.run_dir) / "logs" / f"{name}-vllm.log")
     client = ServerClient(plan.url, options.control_timeout_s)
     try:
-        await _until_ready(client, process, options.start_timeout_s)
-        return Server(client, process, await probe(client, options), context.address)
+        await _until_ready(client, process, options.start_timeout_s, place.name)
+        return Server(client, process, replace(await probe(client, options), model=place.name), context.address)
     except BaseException:
         await client.close()
         await process.end()
@@ -125,20 +149,27 @@ def accelerators_of(context: ComponentContext) -> int:
 def place_of(options: VLLMOptions, address: str, accelerators: int, threads: int, seed: int) -> Place:
     """Hosts and ports of a server on this machine, whose address for the run's other machines is `address`."""
     host, side_host = options.host or LOOPBACK, options.host or address
-    place = Place(host, options.port or free_port(host), accelerators, threads, seed)
+    name = f"{MODEL_NAME}-{secrets.token_hex(4)}"
+    place = Place(host, options.port or free_port(host), accelerators, threads, seed, name=name)
     if not options.transfers:
         return place
     return replace(place, side_host=side_host, side_port=free_port(side_host), side_interface=interface_of(side_host))
 
 
-async def _until_ready(client: ServerClient, process: ServerProcess, timeout_s: float) -> None:
+async def _until_ready(client: ServerClient, process: ServerProcess, timeout_s: float, name: str) -> None:
+    """Return when our server, which serves under this name, answers."""
     doing = f"starting vLLM at {client.url}"
     try:
         async with asyncio.timeout(timeout_s):
             while not await client.alive():
                 if not process.alive:
-                    raise InfrastructureError(doing, got=process.story(), expected="a server that gets ready")
+                    story = process.story()
+                    kind = PortTakenError if PORT_TAKEN in story.lower() else InfrastructureError
+                    raise kind(doing, got=story, expected="a server that gets ready")
                 await asyncio.sleep(0.25)
+            found, _ = await client.model()
+            if found != name:
+                raise PortTakenError(doing, got=f"another server, of {found!r}", expected=f"ours, of {name!r}")
     except TimeoutError as error:
         raise InfrastructureError(
             doing,
@@ -162,7 +193,7 @@ async def probe(client: ServerClient, options: VLLMOptions) -> Facts:
     version = await client.version()
     warn_of_version(version)
     model, max_context = await client.model()
-    told = await _workers(client)
+    told = await _workers(client, needed=not options.url)
     ours = bool(told)
     if not ours:
         told = await _configuration(client)
@@ -200,12 +231,20 @@ def _sleeps(told: dict[str, Any], paths: frozenset[str], ours: bool) -> bool:
     return ours and device == "cpu"
 
 
-async def _workers(client: ServerClient) -> dict[str, Any]:
-    """What our extension says of itself on the first worker, KV bytes on all; empty when it is not there."""
+def sleep_way(options: VLLMOptions, facts: Facts | None) -> str | None:
+    """How an engine sleeps: "memory", "restart", or None when it cannot; without `facts`, what is to be expected."""
+    if options.sleep in ("auto", "memory") and (facts is None or facts.sleeps):
+        return "memory"
+    return None if options.sleep == "memory" or options.url else "restart"
+
+
+async def _workers(client: ServerClient, *, needed: bool) -> dict[str, Any]:
+    """What our extension says of itself on the first worker, KV bytes on all; empty when it is not there, which where
+    it is `needed` is an InfrastructureError."""
     try:
         told = await client.rpc("gyre_prepare")
     except InfrastructureError:
-        if not await client.alive():
+        if needed or not await client.alive():
             raise
         log.warning(
             "%s runs without Gyre's worker extension: calls that run through a change of weights are computed again, "

@@ -43,6 +43,8 @@ class EngineState:
         self.version = -1
         self.vocab = 0
         self.source: WeightSource | None = None
+        self.digest = ""
+        """Of the weights' contents; empty when nobody knows it."""
         self.epoch = 0
         self.paused = False
         self.fault: InfrastructureError | None = None

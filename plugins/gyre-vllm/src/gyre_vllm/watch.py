@@ -25,7 +25,7 @@ async def watch(state: EngineState, server: Server, stall_s: float) -> None:
         if not server.alive:
             state.fail(InfrastructureError("running vLLM", got=server.story(), expected="a live server"))
             return
-        running = any(not call.at_rest.is_set() for call in state.calls)
+        running = any(not call.at_rest.is_set() and not call.handing for call in state.calls)
         quiet = time.monotonic() - state.progress
         if not running or not state.open.is_set():
             state.note_progress()

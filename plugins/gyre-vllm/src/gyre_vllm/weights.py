@@ -64,6 +64,8 @@ class ModelVersion:
     """The output layer is the embedding."""
     base: str
     is_delta: bool
+    digest: str = ""
+    """Of the contents; empty when nobody told."""
 
 
 def read_version(source: WeightSource, doing: str) -> ModelVersion:
@@ -74,7 +76,7 @@ def read_version(source: WeightSource, doing: str) -> ModelVersion:
             doing, got=f"a weight source of kind {source.kind!r}", expected=f"one of {', '.join(KINDS)}"
         )
     try:
-        version = gyre_weights.open_version(source.location)
+        version = gyre_weights.open_version(source.location, digest=source.digest or None)
         version.verify()
         full = version
         while full.is_delta:
@@ -87,7 +89,8 @@ def read_version(source: WeightSource, doing: str) -> ModelVersion:
             doing, got=f"{source.location}: {type(error).__name__}: {error}", expected="a whole published version"
         ) from error
     shapes = {name: entry.shape for name, entry in version.manifest.tensors.items()}
-    return ModelVersion(shapes, vocab, "lm_head.weight" not in shapes, str(full.folder), version.is_delta)
+    digest = version.digest or source.digest
+    return ModelVersion(shapes, vocab, "lm_head.weight" not in shapes, str(full.folder), version.is_delta, digest)
 
 
 def require_same(new: ModelVersion, old: ModelVersion, location: str, doing: str) -> None:

@@ -8,17 +8,19 @@ was written for vLLM 0.32. Invariants:
     two weight versions;
   * after `gyre_load` every layer computes with the new weights, also those that share a tensor;
   * memory is really given back by `gyre_sleep`, or it raises; `gyre_wake` and `gyre_load` then bring all back.
-Answers are dicts of plain values.
+Answers are dicts of plain values; what fails answers `error`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import importlib.util
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 INTERFACE = 1
@@ -27,12 +29,27 @@ WAIT_S = 1e-4
 """Between two looks of a worker on a CPU for its next step."""
 
 
+def _answered(work: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """An error as an answer. Of an order that raises on several workers vLLM's executor takes the first one's failure
+    and leaves the others', which it takes for the answers to the next order."""
+
+    @functools.wraps(work)
+    def answered(*args: Any, **named: Any) -> dict[str, Any]:
+        try:
+            return work(*args, **named)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must be an answer
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    return answered
+
+
 class GyreWorker:
     """Mixed into vLLM's worker class; `self` is the worker."""
 
     model_runner: Any
     vllm_config: Any
 
+    @_answered
     def gyre_prepare(self) -> dict[str, Any]:
         """Make logprobs those of the tempered distribution; say who and what this worker is."""
         runner = self.model_runner
@@ -64,6 +81,7 @@ class GyreWorker:
         """Tokens sampled so far by each request the worker knows, by vLLM's internal request id."""
         return {"counts": _counts(self.model_runner)}
 
+    @_answered
     def gyre_load(self, location: str, package: str) -> dict[str, Any]:
         """Load the policy version published at `location`; `package` is the folder of gyre-weights."""
         version = _gyre_weights(package).open_version(location)
@@ -72,6 +90,7 @@ class GyreWorker:
         )
         return {"repacked": _repack(self.model_runner)}
 
+    @_answered
     def gyre_receive(self, meeting: dict[str, Any], shapes: dict[str, list[int]], package: str) -> dict[str, Any]:
         """Take the policy version that a group's member 0 broadcasts; this worker is member `first` + its rank.
 
@@ -114,6 +133,7 @@ class GyreWorker:
                     reloading.finalize_layerwise_reload(model, config)
         return {"version": held.version, "repacked": _repack(self.model_runner)}
 
+    @_answered
     def gyre_sleep(self) -> dict[str, Any]:
         """Give weights and KV back to the machine (CPU; accelerators have the server's own sleep mode)."""
         runner = self.model_runner
@@ -132,6 +152,7 @@ class GyreWorker:
         _trim()
         return {"before": before, "after": _resident()}
 
+    @_answered
     def gyre_wake(self) -> dict[str, Any]:
         """Take the memory again, of a worker that has it too; what is in it is undefined until `gyre_load`."""
         for storage, size in getattr(self, "_gyre_storages", []):
