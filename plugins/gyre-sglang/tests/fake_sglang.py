@@ -107,13 +107,13 @@ class FakeServer:
         async def counted(*args: Any) -> web.StreamResponse:
             """Faults of the n-th request to a path, or of all: "refuse:/path:2", "break:/path:*"."""
             self.counts[path] = self.counts.get(path, 0) + 1
-            how = next((how for how in ("refuse", "die", "break", "late")
+            how = next((how for how in ("refuse", "die", "break", "late", "slow")
                         if self.fault in (f"{how}:{path}:{self.counts[path]}", f"{how}:{path}:*")), "")  # fmt: skip
             if how == "die":
                 self.die()
             answer: web.StreamResponse | None = None if how == "refuse" else await handler(*args)
-            if how == "late":  # it is done and not said
-                await asyncio.sleep(3600)
+            if how in ("late", "slow"):  # it is done and not said
+                await asyncio.sleep(3600 if how == "late" else 0.5)
             return web.Response(status=500, text="boom") if answer is None or how == "break" else answer
 
         return counted

@@ -7,7 +7,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from gyre_core import FinishReason, PauseMode
+from gyre_core import FinishReason, InfrastructureError, PauseMode
 from gyre_core.testing.engine_rig import Watched, call, request_of
 
 PROMPT = list(range(30))
@@ -67,6 +67,61 @@ async def test_an_update_goes_on_from_there(engine_of: Any, toy: Any, version: A
     assert len(result.ids) == 90
     assert set(result.versions) == {0, 1}
     assert result.ids == toy.tokens(PROMPT, [str(number) for number in result.versions])
+
+
+# Answers that nobody waits for
+
+
+def next_answer(fake: Any, how: str, path: str = "/continue_generation") -> None:
+    fake.fault = f"{how}:{path}:{fake.counts.get(path, 0) + 1}"
+
+
+@pytest.mark.parametrize("how", ["late", "slow"])
+async def test_a_resume_that_was_given_up_leaves_no_server_that_is_taken_for_paused(engine_of: Any, how: str) -> None:
+    """It goes on; who pauses next must not be told that it stands still."""
+    engine, fake = await engine_of(request_timeout_s=1.0)
+    running = Watched(engine, request_of(PROMPT, 900, name="a"))
+    await running.until(2)
+    await engine.pause()
+    next_answer(fake, how)
+    resuming = asyncio.create_task(engine.resume())
+    while fake.paused:
+        await asyncio.sleep(0.001)
+    if how == "slow":
+        resuming.cancel()
+    with pytest.raises(asyncio.CancelledError if how == "slow" else InfrastructureError):
+        await resuming
+    await engine.pause()
+    assert fake.paused
+    await engine.resume()
+    fake.step_s = 0.0
+    assert len((await running.task).ids) == 900
+
+
+@pytest.mark.parametrize("how", ["update", "pause"])
+async def test_a_change_that_is_given_up_while_the_server_is_to_go_on_shuts_nobody_out(
+    engine_of: Any, version: Any, how: str
+) -> None:
+    engine, fake = await engine_of()
+    running = Watched(engine, request_of(PROMPT, 900, name="a"))
+    await running.until(2)
+    next_answer(fake, "slow")
+    before = fake.counts["/continue_generation"]
+    if how == "pause":  # one that fails, so that it is undone
+        next_answer(fake, "break", "/pause_generation")
+    changing = asyncio.create_task(engine.update_weights(version(1)) if how == "update" else engine.pause())
+    if how == "pause":
+        while "/pause_generation" not in fake.counts:
+            await asyncio.sleep(0.001)
+        next_answer(fake, "slow")
+    while fake.counts["/continue_generation"] == before:
+        await asyncio.sleep(0.001)
+    changing.cancel()
+    with pytest.raises((asyncio.CancelledError, InfrastructureError)):
+        await changing
+    assert len((await asyncio.wait_for(call(engine, PROMPT, 3, name="next"), 30)).ids) == 3
+    fake.step_s = 0.0
+    assert len((await running.task).ids) == 900
 
 
 # Aborts

@@ -28,16 +28,17 @@ from gyre_core import (
     PauseMode,
     WeightSource,
 )
+from gyre_core.waiting import to_its_end
 
 from gyre_sglang.calls import Call, checked, chunk_of
 from gyre_sglang.client import dead
 from gyre_sglang.driver import Counters, Driver
-from gyre_sglang.facts import ModelFacts, ServerFacts, read_model
+from gyre_sglang.facts import ModelFacts, offered, read_model
 from gyre_sglang.launch import Server, Starter
 from gyre_sglang.load import read_load
 from gyre_sglang.loading import TornError, load_version, tearing
 from gyre_sglang.no_kv import NoKV
-from gyre_sglang.options import DETERMINISTIC, SGLangOptions
+from gyre_sglang.options import SGLangOptions
 from gyre_sglang.plan import require_sizes
 from gyre_sglang.weights import COLLECTIVE, Prepared, Shapes, fitting, open_source, prepare, shapes_of, whole_of
 
@@ -77,23 +78,12 @@ class SGLangEngine(NoKV):
     @property
     def capabilities(self) -> frozenset[EngineCapability]:
         """What it offers; before `start` what it offers unless the server turns out to lack it."""
-        return self._offered(None if self._server is None else self._server.facts)
+        return offered(self.options, None if self._server is None else self._server.facts)
 
     async def look(self) -> frozenset[EngineCapability]:
         """What it will offer: a server that runs already is asked, which changes nothing. InfrastructureError when it
         is not there, ConfigError when it runs in a way that this engine cannot use."""
-        return self._offered(await self._starter.look()) if self.options.url else self.capabilities
-
-    def _offered(self, facts: ServerFacts | None) -> frozenset[EngineCapability]:
-        kinds, options = EngineCapability, self.options
-        found = {kinds.PAUSE}
-        if not options.url or facts is None or facts.memory_saver:
-            found.add(kinds.SLEEP)
-        if options.routed_experts if facts is None else facts.routed_experts:
-            found.add(kinds.ROUTED_EXPERTS)
-        if DETERMINISTIC in options.arguments if facts is None else facts.deterministic:
-            found.add(kinds.SEED)
-        return frozenset(found)
+        return offered(self.options, await self._starter.look()) if self.options.url else self.capabilities
 
     @property
     def version(self) -> int:
@@ -165,7 +155,7 @@ class SGLangEngine(NoKV):
                 stays = await self._give_back(server, driver)
             except BaseException:
                 self._asleep = False
-                await self._go_on(server, driver, admit=was_open)
+                await to_its_end(self._go_on(server, driver, admit=was_open))
                 raise
             if not stays:
                 await self._fall()
@@ -341,17 +331,20 @@ class SGLangEngine(NoKV):
                     await driver.catch_up()
                     self._held = True
             except BaseException:
-                await self._go_on(server, driver, admit=was_open)
+                await to_its_end(self._go_on(server, driver, admit=was_open))
                 raise
 
     async def resume(self) -> None:
         """Go on after `pause`."""
         async with self._changing:
             server, driver = self._ready("resuming")
-            if self._held:
-                await server.proceed()
-                self._held = False
-            driver.open()
+            self._held = False  # also when no answer comes: the next pause asks the server again
+            await to_its_end(self._let_in(server, driver))
+
+    async def _let_in(self, server: Server, driver: Driver) -> None:
+        if server.paused:
+            await server.proceed()
+        driver.open()
 
     async def load(self) -> EngineLoad:
         """The present load; all zero but the counters while it sleeps."""
@@ -401,7 +394,7 @@ class SGLangEngine(NoKV):
                 self._take(source, prepared.digest)
                 await self._drop_unreachable(server, driver)
             finally:
-                await self._go_on(server, driver, admit=was_open)
+                await to_its_end(self._go_on(server, driver, admit=was_open))
             self.timings["update_weights"] = time.perf_counter() - began
 
     async def _load_or_restore(self, server: Server, driver: Driver, prepared: Prepared) -> None:

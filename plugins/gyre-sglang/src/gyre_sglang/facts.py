@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gyre_core import ConfigError, InfrastructureError
+from gyre_core import ConfigError, EngineCapability, InfrastructureError
 
-from gyre_sglang.options import WRITTEN_FOR
+from gyre_sglang.options import DETERMINISTIC, WRITTEN_FOR, SGLangOptions
 
 LOADER = "gyre_sglang_server.loader.take"
 """Our function inside the server that loads versions."""
@@ -114,6 +114,19 @@ def read_server(info: Mapping[str, Any], url: str) -> ServerFacts:
             f"reading what the server at {url} can do", got=f"/server_info without {error}",
             expected=f"the fields of SGLang {WRITTEN_FOR}", fix="Use the SGLang release this plugin was written for.",
         ) from error  # fmt: skip
+
+
+def offered(options: SGLangOptions, facts: ServerFacts | None) -> frozenset[EngineCapability]:
+    """What an engine offers on this server; without facts what it does unless the server turns out to lack it."""
+    kinds = EngineCapability
+    found = {kinds.PAUSE}
+    if not options.url or facts is None or facts.memory_saver:
+        found.add(kinds.SLEEP)
+    if options.routed_experts if facts is None else facts.routed_experts:
+        found.add(kinds.ROUTED_EXPERTS)
+    if DETERMINISTIC in options.arguments if facts is None else facts.deterministic:
+        found.add(kinds.SEED)
+    return frozenset(found)
 
 
 def version_warning(version: str) -> str | None:

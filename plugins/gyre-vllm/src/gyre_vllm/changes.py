@@ -18,13 +18,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from gyre_core import CapabilityError, ComponentContext, InfrastructureError, PauseMode, WeightSource
+from gyre_core.waiting import to_its_end
 
 from gyre_vllm.calls import Cut, RunningCall
 from gyre_vllm.loading import load_version, require_loadable, require_members, require_vocabulary
 from gyre_vllm.options import VLLMOptions
 from gyre_vllm.server import Server, launch, sleep_way
 from gyre_vllm.state import EngineState, Phase
-from gyre_vllm.waiting import to_its_end
 from gyre_vllm.watch import watch
 from gyre_vllm.weights import COLLECTIVE, ModelVersion, read_version, require_same
 from gyre_vllm.wire import ID_PREFIX

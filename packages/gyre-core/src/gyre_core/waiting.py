@@ -1,4 +1,7 @@
-"""Work that goes to its end whoever gives up waiting for it."""
+"""Work that goes to its end whoever gives up waiting for it. Invariant: the cancellation of who waits is not lost.
+
+Not here: a limit of time, which the work itself has.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from typing import Any
 
 
 async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Its result, however often who waits is cancelled meanwhile; the cancellation comes after it."""
+    """Wait for `work`, however often who waits is cancelled meanwhile; the cancellation comes after it, in place of an
+    error of the work."""
     task, cancelled = asyncio.ensure_future(work), False
     while not task.done():
         try:
