@@ -97,14 +97,20 @@ async def test_pause_update_resume_and_abort_update_go_on(at_zero: Any, rig: Eng
     assert_greedy(rig, 1, [*PROMPT[:50], *part.ids], on)
 
 
-async def test_what_is_computed_again_may_be_paused(
-    at_zero: Any, rig: EngineRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = at_zero
+async def paused_in_mid_call(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """A call that is to be computed again when weights change."""
     monkeypatch.setattr(engine, "options", replace(engine.options, on_update="recompute"))
     running = Watched(engine, request_of(PROMPT, 120, name="again", temperature=1.0))
     await running.until(3)
     await engine.pause(PauseMode.KEEP)
+    return running
+
+
+async def test_what_is_computed_again_may_be_paused(
+    at_zero: Any, rig: EngineRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = at_zero
+    running = await paused_in_mid_call(engine, monkeypatch)
     async with asyncio.timeout(50):  # less than the engine's patience with a call that does not end
         await engine.update_weights(rig.sources[1])
     await engine.resume()
@@ -121,10 +127,7 @@ async def test_what_fails_while_it_is_computed_again_leaves_it_paused(
 ) -> None:
     """The server has to go on for a moment, and the change is given up in that moment."""
     engine = at_zero
-    monkeypatch.setattr(engine, "options", replace(engine.options, on_update="recompute"))
-    running = Watched(engine, request_of(PROMPT, 120, name="again", temperature=1.0))
-    await running.until(3)
-    await engine.pause(PauseMode.KEEP)
+    running = await paused_in_mid_call(engine, monkeypatch)
     changing = asyncio.create_task(engine.update_weights(rig.sources[1]))
     while not engine._server.running:
         await asyncio.sleep(0)

@@ -211,6 +211,27 @@ async def test_an_end_that_was_given_up_is_waited_for_when_it_is_asked_for_again
     assert not runs(pid)
 
 
+async def test_a_wake_after_a_sleep_that_was_given_up_waits_for_the_old_server_to_be_gone(
+    owned: Any, process_of: Any, serves: Any, sources: list[WeightSource], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The old one still runs, and is not asked to go on: nobody is connected to it any more."""
+    engine = owned(sleep="restart", command=stubborn())
+    await engine.start(sources[0])
+    _, pid = process_of(engine)
+    sleeping = await begun(engine, "sleep")
+    sleeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sleeping
+    waking = asyncio.create_task(engine.wake(sources[1]))
+    await asyncio.wait([waking], timeout=0.5)
+    kill(pid)
+    await asyncio.wait_for(waking, 60)
+    assert "does not wake" not in caplog.text
+    assert process_of(engine)[1] != pid
+    await serves(engine, 1, [3])
+    kill(process_of(engine)[1])  # it would not end either
+
+
 # -- somebody else's servers -------------------------------------------------------------------------------------------
 
 
